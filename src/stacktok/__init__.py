@@ -1,0 +1,1 @@
+"""Training-free visual-token pruning for vision-language models."""
