@@ -1,0 +1,240 @@
+"""Affinities, Eq. (affinity): row softmax of cosine over temperature, on a grid that makes sums exact.
+
+Whether a gain is exactly zero, whether two gains tie and whether a deficit is positive decide picks. Entries are
+therefore rounded to multiples of 2^-b, with b so small that float64 holds every sum and difference of a column without
+rounding: coverage and gains are then functions of the set alone, whatever the order of summation, the number of
+threads or the way of updating.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stacktok.core.inputs import Array, as_matrix, check_same_device
+
+Affinity = NDArray[np.floating]
+"""A non-negative matrix on its grid, in host memory, C order, float32 or float64."""
+
+# Elements handled at a time: a block of float32 stays in a core's second-level cache, and no temporary is larger.
+_BLOCK = 1 << 19
+
+
+def grid_bits(rows: int, largest: float = 1.0) -> int:
+    """Bits b of the grid step 2^-b on which sums over ``rows`` entries of at most ``largest`` are exact in float64."""
+    return 52 - math.ceil(math.log2(max(1, rows))) - math.ceil(math.log2(max(1.0, largest)))
+
+
+def vision_affinity(vision: torch.Tensor, tau: float, norm_epsilon: float, norms: torch.Tensor) -> Affinity:
+    """A^vv of Eq. (affinity), shape (n, n).
+
+    Built block by block inside the result, so that nothing else of its size is ever held.
+
+    Parameters
+    ----------
+    vision
+        Pre-projector features, (n, d_v), of any floating-point type.
+    tau
+        Temperature, tau_v.
+    norm_epsilon
+        Lower bound of the norms.
+    norms
+        Row norms of ``vision``, (n,), from `row_norms`.
+    """
+    n = len(vision)
+    unit = _working(vision) / norms.clamp_min(norm_epsilon)[:, None]
+    result = torch.empty((n, n), dtype=unit.dtype, device=unit.device)
+    torch.mm(unit, unit.T, out=result)
+    bits = grid_bits(n)
+    for rows in _row_blocks(n, n):
+        _softmax_on_grid(result[rows], tau, bits)
+    return _on_host(result)
+
+
+def query_affinity(
+    query: torch.Tensor, projected: torch.Tensor, tau: float, norm_epsilon: float, norms: torch.Tensor
+) -> Affinity:
+    """A^qv of Eq. (affinity), shape (m, n).
+
+    Parameters
+    ----------
+    query
+        Embeddings of the query's tokens, (m, d); m may be 0.
+    projected
+        Post-projector embeddings, (n, d).
+    tau
+        Temperature, tau_t.
+    norm_epsilon
+        Lower bound of the norms.
+    norms
+        Row norms of ``projected``, (n,), from `row_norms`.
+    """
+    m, n = len(query), len(projected)
+    dtype = torch.promote_types(_working_type(query), _working_type(projected))
+    query = query.to(dtype)
+    unit = query / row_norms(query, "query").clamp_min(norm_epsilon)[:, None]
+    result = torch.empty((m, n), dtype=dtype, device=query.device)
+    if projected.dtype == dtype:
+        torch.mm(unit, projected.T, out=result)
+    else:
+        for rows in _row_blocks(n, projected.shape[1]):
+            result[:, rows] = unit @ projected[rows].to(dtype).T
+    # The projected norms divide the small product in place of the large factor.
+    result /= norms.to(dtype).clamp_min(norm_epsilon)
+    if m:
+        _softmax_on_grid(result, tau, grid_bits(m))
+    return _on_host(result)
+
+
+def row_norms(features: torch.Tensor, name: str) -> torch.Tensor:
+    """Euclidean norm of every row, in the working precision; a row without a finite norm is an error.
+
+    The norms are needed anyway, and show NaN and infinity at no cost.
+    """
+    norms = torch.empty(len(features), dtype=_working_type(features), device=features.device)
+    if features.dtype == norms.dtype:
+        torch.linalg.vector_norm(features, dim=1, out=norms)
+    else:
+        for rows in _row_blocks(len(features), features.shape[1]):
+            norms[rows] = torch.linalg.vector_norm(features[rows].to(norms.dtype), dim=1)
+    if not bool(torch.isfinite(norms).all()):
+        row = int((~torch.isfinite(norms)).nonzero()[0])
+        if bool(torch.isfinite(features[row]).all()):
+            raise ValueError(f"{name}[{row}] is finite but its norm overflows {norms.dtype}; scale the features down")
+        raise ValueError(f"{name}[{row}] holds NaN or infinity; give finite features")
+    return norms
+
+
+def affinities(
+    vision: Array,
+    projected: Array,
+    query: Array | None,
+    *,
+    tau_query: float = 0.02,
+    tau_vision: float = 0.2,
+    norm_epsilon: float = 1e-8,
+) -> tuple[Affinity, Affinity]:
+    """Both affinities of one image, as the selector builds them.
+
+    Parameters
+    ----------
+    vision
+        Pre-projector features, (n, d_v).
+    projected
+        Post-projector embeddings, (n, d).
+    query
+        Embeddings of the query's tokens, (m, d), or None for m = 0.
+    tau_query, tau_vision, norm_epsilon
+        As in `Parameters`.
+
+    Returns
+    -------
+    tuple
+        A^qv, (m, n), and A^vv, (n, n).
+    """
+    x, z, q = check_features(vision, projected, query)
+    a_vv = vision_affinity(x, tau_vision, norm_epsilon, row_norms(x, "vision"))
+    return query_affinity(q, z, tau_query, norm_epsilon, row_norms(z, "projected")), a_vv
+
+
+def check_features(
+    vision: Array, projected: Array, query: Array | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The three feature matrices as tensors of agreeing shapes on one device; no query becomes a (0, d) one."""
+    x, z = as_matrix(vision, "vision"), as_matrix(projected, "projected")
+    if len(x) != len(z):
+        raise ValueError(f"vision has {len(x)} rows and projected {len(z)}; both must hold one row per visual token")
+    if len(x) == 0:
+        raise ValueError("vision has 0 rows; an image has at least one visual token")
+    q = check_query(query, z)
+    check_same_device(vision=x, projected=z, query=q)
+    return x, z, q
+
+
+def check_query(query: Array | None, projected: torch.Tensor) -> torch.Tensor:
+    """The query's embeddings as a tensor that fits ``projected``; None becomes a (0, d) one."""
+    if query is None:
+        return projected.new_empty((0, projected.shape[1]))
+    q = as_matrix(query, "query")
+    if q.shape[1] != projected.shape[1]:
+        raise ValueError(
+            f"query has {q.shape[1]} columns and projected {projected.shape[1]}; both are language-model embeddings"
+        )
+    return q
+
+
+def given_affinity(affinity: Array, name: str, depth: int | None = 1) -> Affinity:
+    """A caller's affinity matrix, checked and rounded to its grid; the caller's memory is never written.
+
+    Parameters
+    ----------
+    affinity
+        Non-negative finite matrix, (rows, n).
+    name
+        Its name in error messages.
+    depth
+        How many entries of a row may count at once: a row's value, not only an entry, must fit the grid.
+    """
+    tensor = as_matrix(affinity, name)
+    if tensor.dtype not in (torch.float32, torch.float64):
+        tensor = tensor.float()
+    tensor = tensor.cpu().contiguous()
+    rows, n = tensor.shape
+    if n == 0:
+        raise ValueError(f"{name} has no columns; an image has at least one visual token")
+    if rows == 0:
+        return _on_host(tensor)
+    smallest, largest = (float(bound) for bound in torch.aminmax(tensor))
+    if not (math.isfinite(smallest) and math.isfinite(largest)):
+        raise ValueError(f"{name} holds NaN or infinity; give finite affinities")
+    if smallest < 0:
+        raise ValueError(f"{name} holds {smallest}; affinities must not be negative")
+    if depth != 1:
+        counted = n if depth is None else min(depth, n)
+        row_value = float(tensor.double().topk(counted, dim=1, sorted=False).values.sum(1).max())
+        # One bit of float64 is spare, which absorbs what rounding adds to rows that sum to one.
+        largest = max(largest, row_value / 2)
+    if not math.isfinite(largest * rows):
+        raise ValueError(f"{name} holds {largest}, whose sums overflow; scale the affinities down")
+    bits = grid_bits(rows, largest)
+    if tensor.dtype == torch.float64 and torch.equal(tensor.float().double(), _rounded(tensor, bits)):
+        tensor = tensor.float()
+    result = tensor
+    for block in _row_blocks(rows, n):
+        rounded = _rounded(tensor[block], bits)
+        if result is tensor:
+            if torch.equal(rounded, tensor[block]):
+                continue
+            result = tensor.clone()
+        result[block] = rounded
+    return _on_host(result)
+
+
+def _working_type(features: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(features.dtype, torch.float32)
+
+
+def _working(features: torch.Tensor) -> torch.Tensor:
+    return features.to(_working_type(features))
+
+
+def _row_blocks(rows: int, columns: int) -> list[slice]:
+    step = max(1, _BLOCK // max(1, columns))
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def _softmax_on_grid(logits: torch.Tensor, tau: float, bits: int) -> None:
+    """Replace cosines by their row softmax, rounded to the grid."""
+    logits.copy_(torch.softmax(logits.div_(tau), dim=-1))
+    logits.mul_(2.0**bits).round_().mul_(2.0**-bits)
+
+
+def _rounded(affinity: torch.Tensor, bits: int) -> torch.Tensor:
+    return affinity.mul(2.0**bits).round_().mul_(2.0**-bits)
+
+
+def _on_host(affinity: torch.Tensor) -> Affinity:
+    return affinity.cpu().numpy()

@@ -1,0 +1,57 @@
+"""Many images at once: different sizes, queries and budgets, all cores."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from stacktok.core.budget import Budget
+from stacktok.core.inputs import Array, Eligible
+from stacktok.core.parameters import Parameters, Settings
+from stacktok.core.record import Selection
+from stacktok.core.selection import PreparedImage, finish
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+def select_batch(
+    vision: Sequence[Array],
+    projected: Sequence[Array],
+    query: Sequence[Array | None],
+    budget: Budget | Sequence[Budget],
+    *,
+    eligible: Sequence[Eligible] | None = None,
+    **settings: Unpack[Settings],
+) -> list[Selection]:
+    """Select on many images; the result is that of `select` on each.
+
+    Affinities are built image by image, each on all cores; meanwhile the greedy walks of the images already built run
+    beside each other, since a walk is sequential.
+
+    Parameters
+    ----------
+    vision, projected, query
+        One entry per image, as in `select`; images may differ in every size.
+    budget
+        One budget for all images, or one per image.
+    eligible
+        One entry per image, or None for all positions of all images.
+    **settings
+        See `Parameters`.
+    """
+    parameters = Parameters.of(settings)
+    count = len(vision)
+    budgets = [budget] * count if isinstance(budget, (int, float, str)) else list(budget)
+    masks: list[Eligible] = [None] * count if eligible is None else list(eligible)
+    for name, values in (("projected", projected), ("query", query), ("budget", budgets), ("eligible", masks)):
+        if len(values) != count:
+            raise ValueError(f"{name} has {len(values)} entries for {count} images; give one per image")
+    walks: list[Future[Selection]] = []
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        for image, x in enumerate(vision):
+            prepared = PreparedImage(x, projected[image], masks[image], parameters)
+            walks.append(pool.submit(finish, prepared.trajectory(query[image]), budgets[image]))
+    return [walk.result() for walk in walks]

@@ -1,0 +1,204 @@
+"""Crops of a high-resolution image that share one budget: Algorithm 2.
+
+What a crop nominates depends on its own set alone, so the sequence of its nominees is its own run of Algorithm 1.
+Sharing the budget is then a merge of those sequences by h; a crop's run is extended only when its next nominee is
+asked for, which is the caching of nominations that the paper describes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stacktok.core.budget import Budget, resolve_budget
+from stacktok.core.inputs import Array, Eligible
+from stacktok.core.parameters import Parameters, Settings
+from stacktok.core.record import CropSelection
+from stacktok.core.selection import PreparedImage, given_trajectory, question_parameters
+from stacktok.core.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+# Nominees by which a crop's run is extended at the least, so that the merge is not one call per token.
+_STRIDE = 32
+
+
+@dataclass(frozen=True, eq=False)
+class Crop:
+    """One encoder input of a high-resolution image: the base view or a tile.
+
+    Attributes
+    ----------
+    vision
+        Pre-projector features, (n_c, d_v).
+    projected
+        Post-projector embeddings, (n_c, d).
+    eligible
+        Positions that may be kept: indices or a boolean mask; None for all.
+    """
+
+    vision: Array
+    projected: Array
+    eligible: Eligible = None
+
+
+class PreparedCrops:
+    """Crops whose coverage side is done; see `PreparedImage`. Made by `prepare_crops`."""
+
+    def __init__(self, crops: Sequence[Crop], parameters: Parameters) -> None:
+        if len(crops) == 0:
+            raise ValueError("crops is empty; give at least one Crop")
+        self.parameters = parameters
+        self.crops = tuple(PreparedImage(crop.vision, crop.projected, crop.eligible, parameters) for crop in crops)
+
+    def select(self, query: Array | None, budget: Budget, **settings: Unpack[Settings]) -> CropSelection:
+        """Select tokens over all crops for a question; see `PreparedImage.select`."""
+        parameters = question_parameters(self.parameters, dict(settings))
+        return allocate([crop.trajectory(query, parameters) for crop in self.crops], budget, parameters)
+
+
+def prepare_crops(crops: Sequence[Crop], **settings: Unpack[Settings]) -> PreparedCrops:
+    """Do everything about the crops of an image that no question changes; see `prepare`."""
+    return PreparedCrops(crops, Parameters.of(settings))
+
+
+def select_crops(
+    crops: Sequence[Crop], query: Array | None, budget: Budget, **settings: Unpack[Settings]
+) -> CropSelection:
+    """Keep one shared budget over the crops of an image: Algorithm 2 of the paper, from features.
+
+    Parameters
+    ----------
+    crops
+        Base view and tiles, L >= 1.
+    query
+        Input embeddings of the query's tokens, (m, d); None or m = 0 selects by coverage alone.
+    budget
+        A count, or a fraction of all crops' encoded positions together.
+    **settings
+        See `Parameters`.
+    """
+    return prepare_crops(crops, **settings).select(query, budget)
+
+
+def select_crops_from_affinities(
+    affinities: Sequence[tuple[Array | None, Array, Eligible]], budget: Budget, **settings: Unpack[Settings]
+) -> CropSelection:
+    """Algorithm 2 on given affinities.
+
+    Parameters
+    ----------
+    affinities
+        One (query_affinity, vision_affinity, eligible) per crop, as in `select_from_affinities`.
+    budget, **settings
+        As in `select_crops`.
+    """
+    if len(affinities) == 0:
+        raise ValueError("affinities is empty; give at least one (query_affinity, vision_affinity, eligible)")
+    parameters = Parameters.of(settings)
+    trajectories = [
+        given_trajectory(a_qv, a_vv, eligible, parameters, crop=f"crop {c}: ")
+        for c, (a_qv, a_vv, eligible) in enumerate(affinities)
+    ]
+    rows = {trajectory.m for trajectory in trajectories}
+    if len(rows) > 1:
+        raise ValueError(f"the crops' query affinities have {sorted(rows)} rows; one query serves all crops")
+    return allocate(trajectories, budget, parameters)
+
+
+def allocate(crops: Sequence[Trajectory], budget: Budget, parameters: Parameters) -> CropSelection:
+    """Spend a budget over crops, Eqs. (crop-nominee) and (global), and refine each crop by itself."""
+    capacities = [crop.support.capacity for crop in crops]
+    total = resolve_budget(budget, sum(crop.n for crop in crops), sum(capacities))
+    horizons = [min(total, capacity) for capacity in capacities]
+    limits = horizons if parameters.allocation == "shared" else _quotas(crops, total, horizons, parameters)
+
+    def nominee_gain(c: int, t: int) -> float:
+        if t >= crops[c].length:
+            crops[c].advance(min(max(t + _STRIDE, 2 * t), horizons[c]), horizons[c])
+        return float(crops[c].nominee_gains()[t])
+
+    # The heap holds every active crop's nominee; equal gains go to the lowest crop.
+    nominees = [(-nominee_gain(c, 0), c) for c, limit in enumerate(limits) if limit]
+    heapq.heapify(nominees)
+    sizes = [0] * len(crops)
+    winners = np.empty(total, dtype=np.int64)
+    for step in range(total):
+        c = nominees[0][1]
+        winners[step] = c
+        sizes[c] += 1
+        if sizes[c] < limits[c]:
+            heapq.heapreplace(nominees, (-nominee_gain(c, sizes[c]), c))
+        else:
+            heapq.heappop(nominees)
+    return _record(crops, winners, sizes, limits)
+
+
+def _record(
+    crops: Sequence[Trajectory],
+    winners: NDArray[np.int64],
+    sizes: list[int],
+    limits: list[int],
+) -> CropSelection:
+    total, count = len(winners), len(crops)
+    tokens = np.full((total, count), -1, dtype=np.int64)
+    gains = np.full((total, count), np.nan)
+    for c, crop in enumerate(crops):
+        # Size of the crop before every step; its nominee is the token at that place of its own run.
+        before = np.cumsum(winners == c) - (winners == c)
+        active = before < limits[c]
+        if crop.length:
+            tokens[active, c] = crop.order[before[active]]
+            gains[active, c] = crop.nominee_gains()[before[active]]
+    selections = tuple(crop.record(size) for crop, size in zip(crops, sizes, strict=True))
+    return CropSelection(
+        k=total,
+        crops=selections,
+        order=tuple(zip(winners.tolist(), tokens[np.arange(total), winners].tolist(), strict=True)),
+        nominees=tokens,
+        nominee_gain=gains,
+        _not_anytime=selections[0]._not_anytime,
+    )
+
+
+def _quotas(crops: Sequence[Trajectory], total: int, horizons: list[int], parameters: Parameters) -> list[int]:
+    """Fixed shares of the budget: equal, or proportional to the first nominee's gain."""
+    weights = [Fraction(1)] * len(crops)
+    if parameters.allocation == "proportional":
+        for c, crop in enumerate(crops):
+            if horizons[c]:
+                crop.advance(1, horizons[c])
+            weights[c] = Fraction(float(crop.nominee_gains()[0])) if horizons[c] else Fraction(0)
+        if not any(weights):
+            weights = [Fraction(1)] * len(crops)
+    capacities = [crop.support.capacity for crop in crops]
+    return apportion(total, weights, capacities)
+
+
+def apportion(total: int, weights: Sequence[Fraction], capacities: Sequence[int]) -> list[int]:
+    """Split ``total`` by weights with largest remainders (ties to the lowest index), no share above its capacity.
+
+    What capped shares leave over is split again among the others; where their weights are all zero, equally.
+    """
+    shares = [0] * len(weights)
+    remaining = total
+    while remaining:
+        opened = [c for c, share in enumerate(shares) if share < capacities[c]]
+        scale = sum(weights[c] for c in opened)
+        exact = {c: remaining * (weights[c] / scale if scale else Fraction(1, len(opened))) for c in opened}
+        grant = {c: int(share) for c, share in exact.items()}
+        left = remaining - sum(grant.values())
+        for c in sorted(opened, key=lambda c: (grant[c] - exact[c], c))[:left]:
+            grant[c] += 1
+        for c in opened:
+            granted = min(grant[c], capacities[c] - shares[c])
+            shares[c] += granted
+            remaining -= granted
+    return shares

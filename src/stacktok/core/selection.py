@@ -1,0 +1,216 @@
+"""Selection on a single image: from features, from affinities, or from an image prepared for many questions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from stacktok.core.affinity import (
+    Affinity,
+    check_features,
+    check_query,
+    given_affinity,
+    query_affinity,
+    row_norms,
+    vision_affinity,
+)
+from stacktok.core.budget import Budget, resolve_budget
+from stacktok.core.inputs import Array, Eligible, Mask, check_same_device, eligible_mask
+from stacktok.core.parameters import Parameters, Settings
+from stacktok.core.record import Selection
+from stacktok.core.trajectory import Support, Trajectory
+from stacktok.kernels import get_backend
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+# What an image is built with; a question cannot change it any more.
+_OF_THE_IMAGE = ("tau_vision", "norm_epsilon", "backend")
+
+
+class PreparedImage:
+    """An image whose coverage side is done: each further question pays for itself alone.
+
+    Made by `prepare`. Threads may share it.
+    """
+
+    def __init__(self, vision: Array, projected: Array, eligible: Eligible, parameters: Parameters) -> None:
+        x, z, _ = check_features(vision, projected, None)
+        self.parameters = parameters
+        self.support = Support(
+            vision_affinity(x, parameters.tau_vision, parameters.norm_epsilon, row_norms(x, "vision")),
+            eligible_mask(eligible, len(x)),
+            get_backend(parameters.backend),
+        )
+        self._projected = z
+        self._norms = row_norms(z, "projected")
+
+    @property
+    def n(self) -> int:
+        """Number of encoded positions."""
+        return self.support.n
+
+    @property
+    def eligible(self) -> Mask:
+        """Which positions may be kept, (n,)."""
+        return self.support.eligible
+
+    @property
+    def vision_affinity(self) -> Affinity:
+        """A^vv, (n, n)."""
+        return self.support.vision_affinity
+
+    def query_affinity(self, query: Array | None, parameters: Parameters | None = None) -> Affinity:
+        """A^qv of a question, (m, n).
+
+        Parameters
+        ----------
+        query
+            Embeddings of the query's tokens, (m, d), or None for m = 0.
+        parameters
+            Whose temperature to use; the image's own by default.
+        """
+        parameters = parameters or self.parameters
+        q = check_query(query, self._projected)
+        check_same_device(projected=self._projected, query=q)
+        return query_affinity(q, self._projected, parameters.tau_query, parameters.norm_epsilon, self._norms)
+
+    def trajectory(self, query: Array | None, parameters: Parameters | None = None) -> Trajectory:
+        """The walk of a question over this image, not yet begun."""
+        parameters = parameters or self.parameters
+        return Trajectory(self.support, self.query_affinity(query, parameters), parameters)
+
+    def select(self, query: Array | None, budget: Budget, **settings: Unpack[Settings]) -> Selection:
+        """Select tokens for a question.
+
+        Parameters
+        ----------
+        query
+            Embeddings of the query's tokens, (m, d), or None for m = 0.
+        budget
+            Count, fraction of the encoded positions, or percentage.
+        **settings
+            Parameters that differ from those of `prepare`; ``tau_vision``, ``norm_epsilon`` and ``backend`` cannot.
+        """
+        return finish(self.trajectory(query, question_parameters(self.parameters, dict(settings))), budget)
+
+
+def prepare(vision: Array, projected: Array, eligible: Eligible = None, **settings: Unpack[Settings]) -> PreparedImage:
+    """Do everything about an image that no question changes.
+
+    Parameters
+    ----------
+    vision
+        Pre-projector features, (n, d_v).
+    projected
+        Post-projector embeddings, (n, d). Kept by reference: do not write into it afterwards.
+    eligible
+        Positions that may be kept: indices or a boolean mask; None for all.
+    **settings
+        See `Parameters`.
+    """
+    return PreparedImage(vision, projected, eligible, Parameters.of(settings))
+
+
+def select(
+    vision: Array,
+    projected: Array,
+    query: Array | None,
+    budget: Budget,
+    *,
+    eligible: Eligible = None,
+    **settings: Unpack[Settings],
+) -> Selection:
+    """Keep a budget of an image's visual tokens: Algorithm 1 of the paper, from features.
+
+    Parameters
+    ----------
+    vision
+        X, pre-projector features, (n, d_v).
+    projected
+        Z, post-projector embeddings as the language model would receive them, (n, d).
+    query
+        Q, input embeddings of the query's tokens, (m, d); None or m = 0 selects by coverage alone.
+    budget
+        A count, a fraction in (0, 1] of the encoded positions, or a percentage such as "20%".
+    eligible
+        Positions that may be kept, as indices or a boolean mask; None for all. All n positions stay targets of
+        the affinities.
+    **settings
+        See `Parameters`; the paper's values are the defaults.
+
+    Returns
+    -------
+    Selection
+        The kept indices and the full record of the run.
+
+    Notes
+    -----
+    Tensors and arrays of any floating-point type are taken; affinities are built in float32, or float64 for float64
+    features. Tensors on an accelerator build their affinities there; the matrix is then copied to the host.
+    """
+    return prepare(vision, projected, eligible=eligible, **settings).select(query, budget)
+
+
+def select_from_affinities(
+    query_affinity: Array | None,
+    vision_affinity: Array,
+    budget: Budget,
+    *,
+    eligible: Eligible = None,
+    **settings: Unpack[Settings],
+) -> Selection:
+    """Algorithm 1 on given affinities.
+
+    Parameters
+    ----------
+    query_affinity
+        A^qv, (m, n), non-negative; None or m = 0 selects by coverage alone.
+    vision_affinity
+        A^vv, (n, n), non-negative.
+    budget, eligible, **settings
+        As in `select`; temperatures have no effect.
+    """
+    parameters = Parameters.of(settings)
+    return finish(given_trajectory(query_affinity, vision_affinity, eligible, parameters), budget)
+
+
+def given_trajectory(
+    query_affinity: Array | None, vision_affinity: Array, eligible: Eligible, parameters: Parameters, crop: str = ""
+) -> Trajectory:
+    """The walk over a unit whose affinities a caller hands over; ``crop`` names it in error messages."""
+    a_vv = given_affinity(vision_affinity, f"{crop}vision_affinity")
+    n = a_vv.shape[1]
+    if a_vv.shape[0] != n:
+        raise ValueError(f"{crop}vision_affinity has shape {a_vv.shape}; give a square matrix (n, n)")
+    if query_affinity is None:
+        a_qv: Affinity = np.zeros((0, n), dtype=np.float32)
+    else:
+        a_qv = given_affinity(query_affinity, f"{crop}query_affinity", parameters.relevance_depth)
+    if a_qv.shape[1] != n:
+        raise ValueError(f"{crop}query_affinity has {a_qv.shape[1]} columns for {n} tokens; give a matrix (m, n)")
+    support = Support(a_vv, eligible_mask(eligible, n), get_backend(parameters.backend))
+    return Trajectory(support, a_qv, parameters)
+
+
+def finish(trajectory: Trajectory, budget: Budget) -> Selection:
+    """Walk to the budget and record."""
+    k = resolve_budget(budget, trajectory.n, trajectory.support.capacity)
+    trajectory.advance(k)
+    return trajectory.record(k)
+
+
+def question_parameters(parameters: Parameters, changes: dict[str, Any]) -> Parameters:
+    """Parameters of one question on a prepared image."""
+    if not changes:
+        return parameters
+    for name in _OF_THE_IMAGE:
+        if name in changes:
+            raise ValueError(f"{name}={changes[name]!r} belongs to the prepared image; pass it to prepare")
+    Parameters.of(changes)
+    return replace(parameters, **changes)
+
+
+__all__ = ["PreparedImage", "prepare", "select", "select_from_affinities"]

@@ -1,0 +1,49 @@
+"""How much coverage a question asks for: strictness and target, Eqs. (beta) and (support-target)."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stacktok.core.affinity import Affinity
+from stacktok.core.parameters import Parameters
+
+
+def strictness(query_affinity: Affinity, parameters: Parameters) -> float:
+    """Beta of Eq. (beta), from the normalised mean entropy of the query's rows.
+
+    Parameters
+    ----------
+    query_affinity
+        A^qv, (m, n). m = 0 gives beta_max, and n = 1 with a query gives beta_min.
+    parameters
+        Clipping range, entropy floor, or a fixed strictness.
+    """
+    m, n = query_affinity.shape
+    if parameters.strictness is not None:
+        return float(parameters.strictness)
+    if m == 0:
+        return float(parameters.beta_max)
+    if n == 1:
+        return float(parameters.beta_min)
+    entropy = float(row_entropies(query_affinity, parameters.entropy_floor).sum()) / (m * math.log(n))
+    return float(min(max(entropy, parameters.beta_min), parameters.beta_max))
+
+
+def row_entropies(query_affinity: Affinity, floor: float) -> NDArray[np.float64]:
+    """H_i of Eq. (beta) for every row of the query, (m,)."""
+    a = query_affinity.astype(np.float64)
+    entropies: NDArray[np.float64] = -(a * np.log(np.maximum(a, floor))).sum(axis=1)
+    return entropies
+
+
+def target_sums(reference_sums: NDArray[np.float64], beta: float, parameters: Parameters) -> NDArray[np.float64]:
+    """N theta_t, Eq. (support-target), for t = 0..k from the reference's n C^ref_t.
+
+    Computed here once for all backends: the gate compares these very numbers with n C(S_t).
+    """
+    if parameters.target == "final":
+        return np.full_like(reference_sums, beta * reference_sums[-1])
+    return beta * reference_sums

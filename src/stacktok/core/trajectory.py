@@ -1,0 +1,181 @@
+"""Algorithm 1 on one unit, an image or a crop: reference curve, gate, walk, swaps, record."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stacktok.core.affinity import Affinity
+from stacktok.core.coverage import coverage_sum
+from stacktok.core.inputs import Mask
+from stacktok.core.parameters import Parameters
+from stacktok.core.record import Selection, Swap
+from stacktok.core.support import strictness, target_sums
+from stacktok.kernels import CRITERIA, Backend, Rule, Walk
+
+Floats = NDArray[np.float64]
+
+
+class Support:
+    """The side of a unit that no question changes: its coverage affinities and reference curve.
+
+    Parameters
+    ----------
+    vision_affinity
+        A^vv, (n, n), on its grid.
+    eligible
+        Positions that may be kept, (n,).
+    backend
+        How to run.
+    """
+
+    def __init__(self, vision_affinity: Affinity, eligible: Mask, backend: Backend) -> None:
+        self.vision_affinity, self.eligible, self.backend = vision_affinity, eligible, backend
+        self.n = len(vision_affinity)
+        self.capacity = int(eligible.sum())
+        self.sums = backend.column_sums(vision_affinity)
+        no_query = np.zeros((0, self.n), dtype=vision_affinity.dtype)
+        self._chain = backend.walk(vision_affinity, no_query, self.sums, eligible, Rule.COVERAGE, 1, 0.0)
+        self._extending = threading.Lock()
+
+    def reference(self, k: int) -> Floats:
+        """N C^ref_t for t = 0..k, Eq. (reference); the greedy chain is extended when k is larger than before."""
+        with self._extending:
+            if k > self._chain.length:
+                self._chain.extend(k, np.zeros(k))
+            return self._chain.coverage_sums[: k + 1]
+
+
+class Trajectory:
+    """One question's walk over a unit, extended as far as anyone asks.
+
+    Parameters
+    ----------
+    support
+        The unit.
+    query_affinity
+        A^qv, (m, n), on its grid; m = 0 selects by coverage throughout.
+    parameters
+        Checked parameters.
+    """
+
+    def __init__(self, support: Support, query_affinity: Affinity, parameters: Parameters) -> None:
+        self.support, self.query_affinity, self.parameters = support, query_affinity, parameters
+        self.m, self.n = query_affinity.shape
+        self.strictness = strictness(query_affinity, parameters)
+        self._walk: Walk = support.backend.walk(
+            support.vision_affinity,
+            query_affinity,
+            support.sums,
+            support.eligible,
+            _rule(self.m, parameters),
+            parameters.relevance_depth,
+            parameters.alpha,
+        )
+        self._horizon: int | None = None
+
+    def advance(self, k: int, horizon: int | None = None) -> None:
+        """Walk to at least k tokens; ``horizon`` is the size whose target `target="final"` holds throughout."""
+        if k <= self._walk.length:
+            return
+        self._horizon = k if horizon is None else horizon
+        self._walk.extend(k, self.targets(k))
+
+    def targets(self, k: int) -> Floats:
+        """N theta_t for t = 0..k, Eq. (support-target)."""
+        if self.parameters.target == "final":
+            final = target_sums(self.support.reference(self._horizon or k), self.strictness, self.parameters)[-1]
+            return np.full(k + 1, final)
+        if self.parameters.criterion == "relevance":
+            # Nothing is asked of coverage: it only takes over where relevance has saturated.
+            return np.zeros(k + 1)
+        return target_sums(self.support.reference(k), self.strictness, self.parameters)
+
+    @property
+    def length(self) -> int:
+        """Tokens walked so far."""
+        return self._walk.length
+
+    @property
+    def order(self) -> NDArray[np.int64]:
+        """Tokens in order of selection, as far as walked."""
+        return self._walk.order[: self._walk.length]
+
+    def nominee_gains(self) -> Floats:
+        """The gain h = Delta_R + Delta_C of every token walked, Eq. (crop-nominee)."""
+        end = self._walk.length + 1
+        relevance: Floats = np.diff(self._walk.relevance_sums[:end])
+        coverage: Floats = np.diff(self._walk.coverage_sums[:end])
+        gains: Floats = relevance / max(1, self.m) + coverage / self.n
+        return gains
+
+    def record(self, k: int, *, refine: bool = True) -> Selection:
+        """The record at k tokens, with swaps if the parameters ask for them."""
+        walk, rows = self._walk, max(1, self.m)
+        relevance = walk.relevance_sums[: k + 1] / rows
+        coverage = walk.coverage_sums[: k + 1] / self.n
+        selection = Selection(
+            n=self.n,
+            m=self.m,
+            k=k,
+            indices=np.sort(walk.order[:k]),
+            order=walk.order[:k].copy(),
+            criterion=tuple(CRITERIA[code] for code in walk.criterion[:k].tolist()),
+            bound=walk.bound[:k].copy(),
+            relevance=relevance,
+            coverage=coverage,
+            reference=self.support.reference(k) / self.n,
+            target=self.targets(k) / self.n,
+            strictness=self.strictness,
+            swaps=(),
+            final_relevance=float(relevance[k]),
+            final_coverage=float(coverage[k]),
+            _not_anytime="" if self.parameters.anytime else _why_not_anytime(self.parameters),
+            _refine=self.refine,
+        )
+        return self.refine(selection) if refine else selection
+
+    def refine(self, selection: Selection) -> Selection:
+        """Support-preserving swap refinement, Eq. (swap), where the set is small enough to be refined."""
+        parameters, support, k = self.parameters, self.support, selection.k
+        if not 0 < k < support.capacity or k > parameters.swap_limit:
+            return selection
+        indices, swaps = support.backend.refine(
+            support.vision_affinity,
+            self.query_affinity,
+            selection.indices,
+            support.eligible,
+            parameters.relevance_depth,
+            float(self.targets(k)[k]),
+            parameters.swap_epsilon,
+            parameters.swap_passes,
+        )
+        if not swaps:
+            return selection
+        kept = indices.tolist()
+        query, vision = torch.from_numpy(self.query_affinity), torch.from_numpy(support.vision_affinity)
+        return replace(
+            selection,
+            indices=indices,
+            swaps=tuple(Swap(*swap) for swap in swaps),
+            final_relevance=coverage_sum(query, kept, parameters.relevance_depth) / max(1, self.m),
+            final_coverage=coverage_sum(vision, kept) / self.n,
+        )
+
+
+def _rule(m: int, parameters: Parameters) -> Rule:
+    if parameters.criterion == "scalarized":
+        return Rule.SCALARIZED
+    if parameters.criterion == "relevance" and parameters.fill == "index":
+        return Rule.RELEVANCE
+    if m == 0 or parameters.criterion == "coverage":
+        return Rule.COVERAGE
+    return Rule.GATED
+
+
+def _why_not_anytime(parameters: Parameters) -> str:
+    return 'target="final"' if parameters.target == "final" else f'allocation="{parameters.allocation}"'

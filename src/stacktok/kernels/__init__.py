@@ -1,0 +1,125 @@
+"""Backends: ways to run the same selection, with identical results on the same affinities.
+
+A backend is a module-level object that satisfies `Backend`. A GPU kernel would be one more file here: it would walk
+on matrices in device memory, given the targets that `stacktok.core` computes for every backend.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stacktok.core.affinity import Affinity
+from stacktok.core.inputs import Mask
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+class Rule(IntEnum):
+    """What scores the candidates of a step."""
+
+    GATED = 0
+    RELEVANCE = 1
+    COVERAGE = 2
+    SCALARIZED = 3
+
+
+CRITERIA = ("relevance", "coverage", "scalarized", "fill")
+"""Names of the codes in `Walk.criterion`."""
+
+
+class Walk(Protocol):
+    """A greedy selection in progress on one image: Algorithm 1, as far as it has been extended.
+
+    Arrays grow with the walk; the first ``length`` entries (``length + 1`` for sums) are valid.
+    """
+
+    length: int
+    order: Ints
+    criterion: NDArray[np.int8]
+    bound: Mask
+    relevance_sums: Floats
+    coverage_sums: Floats
+
+    def extend(self, length: int, targets: Floats) -> None:
+        """Continue to ``length`` tokens; ``targets[t]`` is n theta_t, needed for every t < length."""
+
+
+class Backend(Protocol):
+    """One way to run the selection."""
+
+    name: str
+
+    def column_sums(self, affinity: Affinity) -> Floats:
+        """Sum of every column, (n,): the gains of the empty set."""
+
+    def walk(
+        self,
+        vision_affinity: Affinity,
+        query_affinity: Affinity,
+        vision_sums: Floats,
+        eligible: Mask,
+        rule: Rule,
+        depth: int | None,
+        alpha: float,
+    ) -> Walk:
+        """Begin a selection with the empty set.
+
+        Parameters
+        ----------
+        vision_affinity, query_affinity
+            A^vv, (n, n), and A^qv, (m, n), on their grids.
+        vision_sums
+            Column sums of A^vv, (n,).
+        eligible
+            Positions that may be kept, (n,).
+        rule
+            What scores the candidates.
+        depth
+            Tokens per query row that count; None for all.
+        alpha
+            Exchange rate of `Rule.SCALARIZED`.
+        """
+
+    def refine(
+        self,
+        vision_affinity: Affinity,
+        query_affinity: Affinity,
+        kept: Ints,
+        eligible: Mask,
+        depth: int | None,
+        target: float,
+        epsilon: float,
+        passes: int | None,
+    ) -> tuple[Ints, list[tuple[int, int, float, float]]]:
+        """Swap refinement, Eq. (swap).
+
+        Parameters
+        ----------
+        kept
+            Sorted indices of the retained set.
+        target
+            n theta_r, the support target at the set's size.
+        epsilon, passes
+            Smallest relative improvement; number of passes, None until one accepts nothing.
+
+        Returns
+        -------
+        tuple
+            Sorted indices after the swaps, and the swaps (out, into, J before, J after).
+        """
+
+
+def get_backend(name: str) -> Backend:
+    """The backend of a checked name; "auto" is the compiled one."""
+    if name == "reference":
+        from stacktok.kernels.reference import REFERENCE
+
+        return REFERENCE
+    from stacktok.kernels.cpu import CPU
+
+    return CPU

@@ -1,0 +1,364 @@
+"""The compiled backend: exact incremental greedy, one thread per image, no lock held.
+
+Adding token s changes only the rows with A_is > c_i, so a gain is kept up to date by what those rows lose; on grid
+affinities the update is exact. Rows raised by relevance picks are noted and their coverage gains brought up to date
+only when coverage next scores a step: the first picks raise nearly all rows, and one update then serves for many.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+
+from stacktok.core.affinity import Affinity
+from stacktok.core.inputs import Mask
+from stacktok.kernels import CRITERIA, Floats, Ints, Rule
+
+_GATED, _RELEVANCE, _COVERAGE, _SCALARIZED = (int(rule) for rule in Rule)
+_BY_RELEVANCE, _BY_COVERAGE, _BY_SUM, _BY_INDEX = range(len(CRITERIA))
+_UNLIMITED = 0
+
+_compiled = numba.njit(nogil=True, cache=True)
+_said_why = threading.Event()
+
+
+class _Kernel:
+    """A compiled function whose first call, if it takes noticeably long, says why; one such word per process."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = _compiled(function)
+        self._warm = False
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self._warm:
+            return self._function(*arguments)
+        notice = threading.Timer(0.5, self._say_why)
+        notice.daemon = True
+        notice.start()
+        try:
+            return self._function(*arguments)
+        finally:
+            notice.cancel()
+            self._warm = True
+
+    @staticmethod
+    def _say_why() -> None:
+        if not _said_why.is_set():
+            _said_why.set()
+            logging.getLogger("stacktok").warning(
+                "compiling the selector for this machine; this happens once, later runs load it from disk"
+            )
+
+
+@_Kernel
+def _column_sums(a):  # type: ignore[no-untyped-def]
+    sums = np.zeros(a.shape[1])
+    for i in range(a.shape[0]):
+        for j in range(a.shape[1]):
+            sums[j] += np.float64(a[i, j])
+    return sums
+
+
+@_compiled
+def _lower_gains(a, rows, count, old, new, gains):  # type: ignore[no-untyped-def]
+    """Gains after thresholds of ``count`` rows rose from old to new: [a - old]_+ - [a - new]_+ is lost per row."""
+    n = a.shape[1]
+    whole = count - count % 4
+    for q in range(0, whole, 4):
+        i0, i1, i2, i3 = rows[q], rows[q + 1], rows[q + 2], rows[q + 3]
+        o0, o1, o2, o3 = old[i0], old[i1], old[i2], old[i3]
+        w0, w1, w2, w3 = new[i0], new[i1], new[i2], new[i3]
+        for j in range(n):
+            lost0 = min(max(np.float64(a[i0, j]), o0), w0) - o0
+            lost1 = min(max(np.float64(a[i1, j]), o1), w1) - o1
+            lost2 = min(max(np.float64(a[i2, j]), o2), w2) - o2
+            lost3 = min(max(np.float64(a[i3, j]), o3), w3) - o3
+            gains[j] -= (lost0 + lost1) + (lost2 + lost3)
+    for q in range(whole, count):
+        i = rows[q]
+        o, w = old[i], new[i]
+        for j in range(n):
+            gains[j] -= min(max(np.float64(a[i, j]), o), w) - o
+
+
+@_compiled
+def _best(gains):  # type: ignore[no-untyped-def]
+    """Lowest index of the largest gain; tokens out of play hold minus infinity."""
+    best, token = -np.inf, -1
+    for j in range(len(gains)):
+        if gains[j] > best:
+            best = gains[j]
+            token = j
+    return token, best
+
+
+@_Kernel
+def _extend(  # type: ignore[no-untyped-def]
+    av, aq, rule, depth, alpha, targets, start, stop, order, criterion, bound, relevance_sums, coverage_sums,
+    candidates, raised, synced, stale, stale_count, coverage_gains, relevance_gains, largest, threshold, lowered,
+):  # fmt: skip
+    n, m = av.shape[0], aq.shape[0]
+    one_row = np.empty(1, np.int64)
+    for t in range(start, stop):
+        deficit = targets[t] > coverage_sums[t]
+        token, by = -1, _BY_INDEX
+        if rule == _RELEVANCE or (rule == _GATED and not deficit):
+            candidate, gain = _best(relevance_gains)
+            if gain > 0.0:
+                token, by = candidate, _BY_RELEVANCE
+        if token < 0 and rule != _RELEVANCE:
+            _lower_gains(av, stale, stale_count[0], synced, raised, coverage_gains)
+            for q in range(stale_count[0]):
+                synced[stale[q]] = raised[stale[q]]
+            stale_count[0] = 0
+            if rule == _SCALARIZED:
+                highest = 0.0
+                for j in range(n):
+                    if candidates[j]:
+                        score = relevance_gains[j] / max(m, 1) + alpha * (coverage_gains[j] / n)
+                        if score > highest:
+                            highest = score
+                            token, by = j, _BY_SUM
+            else:
+                candidate, gain = _best(coverage_gains)
+                if gain > 0.0:
+                    token, by = candidate, _BY_COVERAGE
+                elif rule == _GATED and deficit:
+                    candidate, gain = _best(relevance_gains)
+                    if gain > 0.0:
+                        token, by = candidate, _BY_RELEVANCE
+        if token < 0:
+            for j in range(n):
+                if candidates[j]:
+                    token = j
+                    break
+        coverage = coverage_sums[t]
+        for i in range(n):
+            a = np.float64(av[i, token])
+            if a > raised[i]:
+                coverage += a - raised[i]
+                if raised[i] == synced[i]:
+                    stale[stale_count[0]] = i
+                    stale_count[0] += 1
+                raised[i] = a
+        relevance = relevance_sums[t]
+        for i in range(m):
+            a = np.float64(aq[i, token])
+            if a > threshold[i]:
+                relevance += a - threshold[i]
+                if depth != _UNLIMITED:
+                    place = depth - 1
+                    while place > 0 and largest[i, place - 1] < a:
+                        largest[i, place] = largest[i, place - 1]
+                        place -= 1
+                    largest[i, place] = a
+                    lowered[i] = largest[i, depth - 1]
+                    if lowered[i] > threshold[i]:
+                        one_row[0] = i
+                        _lower_gains(aq, one_row, 1, threshold, lowered, relevance_gains)
+                        threshold[i] = lowered[i]
+        candidates[token] = False
+        coverage_gains[token] = -np.inf
+        relevance_gains[token] = -np.inf
+        order[t] = token
+        criterion[t] = by
+        bound[t] = deficit and rule == _GATED
+        relevance_sums[t + 1] = relevance
+        coverage_sums[t + 1] = coverage
+
+
+@_compiled
+def _top(a, kept, count):  # type: ignore[no-untyped-def]
+    """The ``count`` largest entries of every row over the kept tokens, in falling order, padded with zeros."""
+    top = np.zeros((a.shape[0], count))
+    for i in range(a.shape[0]):
+        for token in kept:
+            value = np.float64(a[i, token])
+            if value > top[i, count - 1]:
+                place = count - 1
+                while place > 0 and top[i, place - 1] < value:
+                    top[i, place] = top[i, place - 1]
+                    place -= 1
+                top[i, place] = value
+    return top
+
+
+@_compiled
+def _gains_over(a, threshold):  # type: ignore[no-untyped-def]
+    gains = np.zeros(a.shape[1])
+    for i in range(a.shape[0]):
+        for j in range(a.shape[1]):
+            gains[j] += max(np.float64(a[i, j]) - threshold[i], 0.0)
+    return gains
+
+
+@_Kernel
+def _refine(av, aq, kept, eligible, depth, target, epsilon, passes):  # type: ignore[no-untyped-def]
+    """One-exchange passes with top-two deletions (top r + 1 for relevance of depth r); see `Backend.refine`."""
+    n, m = av.shape[0], aq.shape[0]
+    outs, intos = [0 for _ in range(0)], [0 for _ in range(0)]
+    befores, afters = [0.0 for _ in range(0)], [0.0 for _ in range(0)]
+    outside = eligible.copy()
+    for token in kept:
+        outside[token] = False
+    counted = len(kept) if depth == _UNLIMITED else min(depth, len(kept))
+    top_v, top_q = _top(av, kept, 2), _top(aq, kept, counted + 1)
+    coverage, relevance = top_v[:, 0].sum(), top_q[:, :counted].sum()
+    gains = _gains_over(av, top_v[:, 0])
+    without = np.empty(n)
+    threshold = np.empty(m)
+    completed = 0
+    while passes < 0 or completed < passes:
+        accepted = False
+        for out in np.sort(kept):
+            before = relevance / max(m, 1) + coverage / n
+            floor = min(target, coverage)
+            # Deleting `out` lowers only the rows it alone represents, so all other gains stay as they are.
+            without[:] = gains
+            coverage_without = coverage
+            for i in range(n):
+                high, low = top_v[i, 0], top_v[i, 1]
+                if high > low and np.float64(av[i, out]) == high:
+                    coverage_without -= high - low
+                    for j in range(n):
+                        without[j] += min(max(np.float64(av[i, j]), low), high) - low
+            relevance_without = relevance
+            for i in range(m):
+                value = np.float64(aq[i, out])
+                if value >= top_q[i, counted - 1]:
+                    relevance_without -= value - top_q[i, counted]
+                    threshold[i] = top_q[i, counted]
+                else:
+                    threshold[i] = top_q[i, counted - 1]
+                if counted != depth:
+                    threshold[i] = 0.0
+            relevance_gains = _gains_over(aq, threshold)
+            into, highest = -1, -np.inf
+            for j in range(n):
+                if outside[j]:
+                    after_coverage = coverage_without + without[j]
+                    if after_coverage >= floor:
+                        after = (relevance_without + relevance_gains[j]) / max(m, 1) + after_coverage / n
+                        if after > (1.0 + epsilon) * before and after > highest:
+                            highest = after
+                            into = j
+            if into < 0:
+                continue
+            accepted = True
+            outs.append(out)
+            intos.append(into)
+            befores.append(before)
+            afters.append(highest)
+            outside[out], outside[into] = True, False
+            kept[np.argmax(kept == out)] = into
+            old = top_v[:, 0].copy()
+            top_v, top_q = _top(av, kept, 2), _top(aq, kept, counted + 1)
+            coverage, relevance = top_v[:, 0].sum(), top_q[:, :counted].sum()
+            for i in range(n):
+                new = top_v[i, 0]
+                if new > old[i]:
+                    for j in range(n):
+                        gains[j] -= min(max(np.float64(av[i, j]), old[i]), new) - old[i]
+                elif new < old[i]:
+                    for j in range(n):
+                        gains[j] += min(max(np.float64(av[i, j]), new), old[i]) - new
+        completed += 1
+        if not accepted:
+            break
+    return outs, intos, befores, afters
+
+
+class CpuWalk:
+    """A selection in progress; see `stacktok.kernels.Walk`."""
+
+    def __init__(
+        self,
+        vision_affinity: Affinity,
+        query_affinity: Affinity,
+        vision_sums: Floats,
+        eligible: Mask,
+        rule: Rule,
+        depth: int | None,
+        alpha: float,
+    ) -> None:
+        n, m = len(vision_affinity), len(query_affinity)
+        capacity = int(eligible.sum())
+        self.length = 0
+        self.order = np.empty(capacity, dtype=np.int64)
+        self.criterion = np.empty(capacity, dtype=np.int8)
+        self.bound = np.zeros(capacity, dtype=np.bool_)
+        self.relevance_sums = np.zeros(capacity + 1)
+        self.coverage_sums = np.zeros(capacity + 1)
+        # A depth that no set reaches is an unlimited one.
+        levels = _UNLIMITED if depth is None or depth > capacity else depth
+        self._fixed = (vision_affinity, query_affinity, int(rule), levels, float(alpha))
+        coverage_gains = np.where(eligible, vision_sums, -np.inf)
+        relevance_gains = np.where(eligible, _column_sums(query_affinity), -np.inf)
+        self._state = (
+            eligible.copy(),
+            np.zeros(n),  # row maxima of the kept set
+            np.zeros(n),  # row maxima that the coverage gains account for
+            np.empty(n, dtype=np.int64),  # rows on which the two differ
+            np.zeros(1, dtype=np.int64),  # how many they are
+            coverage_gains,
+            relevance_gains,
+            np.zeros((m, max(1, levels))),  # largest kept affinities of every query row
+            np.zeros(m),  # the smallest of them: what a token must exceed
+            np.zeros(m),
+        )
+
+    def extend(self, length: int, targets: Floats) -> None:
+        if length <= self.length:
+            return
+        record = (self.order, self.criterion, self.bound, self.relevance_sums, self.coverage_sums)
+        _extend(*self._fixed, targets, self.length, length, *record, *self._state)
+        self.length = length
+
+
+class CpuBackend:
+    """See `stacktok.kernels.Backend`."""
+
+    name = "cpu"
+
+    def column_sums(self, affinity: Affinity) -> Floats:
+        sums: Floats = _column_sums(affinity)
+        return sums
+
+    def walk(
+        self,
+        vision_affinity: Affinity,
+        query_affinity: Affinity,
+        vision_sums: Floats,
+        eligible: Mask,
+        rule: Rule,
+        depth: int | None,
+        alpha: float,
+    ) -> CpuWalk:
+        return CpuWalk(vision_affinity, query_affinity, vision_sums, eligible, rule, depth, alpha)
+
+    def refine(
+        self,
+        vision_affinity: Affinity,
+        query_affinity: Affinity,
+        kept: Ints,
+        eligible: Mask,
+        depth: int | None,
+        target: float,
+        epsilon: float,
+        passes: int | None,
+    ) -> tuple[Ints, list[tuple[int, int, float, float]]]:
+        current = np.sort(kept)
+        levels = _UNLIMITED if depth is None else depth
+        limit = -1 if passes is None else passes
+        swaps = _refine(
+            vision_affinity, query_affinity, current, eligible, levels, float(target), float(epsilon), limit
+        )
+        return np.sort(current), list(zip(*swaps, strict=True))
+
+
+CPU = CpuBackend()

@@ -1,0 +1,139 @@
+"""The yardstick: Algorithm 1 and the swap rule in plain torch, every gain from its definition at every step."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from stacktok.core.affinity import Affinity
+from stacktok.core.coverage import coverage_sum, gain_sums, row_thresholds
+from stacktok.core.inputs import Mask
+from stacktok.kernels import CRITERIA, Floats, Ints, Rule
+
+
+class ReferenceWalk:
+    """A selection in progress; see `stacktok.kernels.Walk`."""
+
+    def __init__(
+        self,
+        vision_affinity: Affinity,
+        query_affinity: Affinity,
+        eligible: Mask,
+        rule: Rule,
+        depth: int | None,
+        alpha: float,
+    ) -> None:
+        self._vision = torch.from_numpy(vision_affinity)
+        self._query = torch.from_numpy(query_affinity)
+        self._rule, self._depth, self._alpha = rule, depth, alpha
+        self._candidates = torch.from_numpy(eligible.copy())
+        capacity = int(eligible.sum())
+        self.length = 0
+        self.order = np.empty(capacity, dtype=np.int64)
+        self.criterion = np.empty(capacity, dtype=np.int8)
+        self.bound = np.zeros(capacity, dtype=np.bool_)
+        self.relevance_sums = np.zeros(capacity + 1)
+        self.coverage_sums = np.zeros(capacity + 1)
+
+    def extend(self, length: int, targets: Floats) -> None:
+        for t in range(self.length, length):
+            kept = self.order[:t].tolist()
+            relevance_gain = gain_sums(self._query, row_thresholds(self._query, kept, self._depth))
+            coverage_gain = gain_sums(self._vision, row_thresholds(self._vision, kept))
+            deficit = bool(targets[t] > self.coverage_sums[t])
+            token, criterion = self._pick(relevance_gain, coverage_gain, deficit)
+            self._candidates[token] = False
+            self.order[t] = token
+            self.criterion[t] = CRITERIA.index(criterion)
+            self.bound[t] = deficit and self._rule == Rule.GATED
+            self.relevance_sums[t + 1] = self.relevance_sums[t] + float(relevance_gain[token])
+            self.coverage_sums[t + 1] = self.coverage_sums[t] + float(coverage_gain[token])
+            self.length = t + 1
+
+    def _pick(self, relevance: torch.Tensor, coverage: torch.Tensor, deficit: bool) -> tuple[int, str]:
+        """Eqs. (gate) and (selection): the primary criterion while it gains, else the secondary, else lowest index."""
+        if self._rule == Rule.SCALARIZED:
+            m, n = max(1, len(self._query)), len(self._vision)
+            criteria = [("scalarized", relevance / m + self._alpha * (coverage / n))]
+        elif self._rule == Rule.RELEVANCE:
+            criteria = [("relevance", relevance)]
+        elif self._rule == Rule.COVERAGE:
+            criteria = [("coverage", coverage)]
+        elif deficit:
+            criteria = [("coverage", coverage), ("relevance", relevance)]
+        else:
+            criteria = [("relevance", relevance), ("coverage", coverage)]
+        for name, gain in criteria:
+            score = gain.masked_fill(~self._candidates, -1.0)
+            best = score.max()
+            if best > 0:
+                return int((score == best).nonzero()[0]), name
+        return int(self._candidates.nonzero()[0]), "fill"
+
+
+class ReferenceBackend:
+    """See `stacktok.kernels.Backend`."""
+
+    name = "reference"
+
+    def column_sums(self, affinity: Affinity) -> Floats:
+        matrix = torch.from_numpy(affinity)
+        return gain_sums(matrix, row_thresholds(matrix, [])).numpy()
+
+    def walk(
+        self,
+        vision_affinity: Affinity,
+        query_affinity: Affinity,
+        vision_sums: Floats,
+        eligible: Mask,
+        rule: Rule,
+        depth: int | None,
+        alpha: float,
+    ) -> ReferenceWalk:
+        return ReferenceWalk(vision_affinity, query_affinity, eligible, rule, depth, alpha)
+
+    def refine(
+        self,
+        vision_affinity: Affinity,
+        query_affinity: Affinity,
+        kept: Ints,
+        eligible: Mask,
+        depth: int | None,
+        target: float,
+        epsilon: float,
+        passes: int | None,
+    ) -> tuple[Ints, list[tuple[int, int, float, float]]]:
+        vision, query = torch.from_numpy(vision_affinity), torch.from_numpy(query_affinity)
+        m, n = max(1, len(query)), len(vision)
+        current = sorted(int(token) for token in kept)
+        swaps: list[tuple[int, int, float, float]] = []
+        completed = 0
+        while passes is None or completed < passes:
+            accepted = False
+            for out in list(current):
+                coverage = coverage_sum(vision, current)
+                before = coverage_sum(query, current, depth) / m + coverage / n
+                floor = min(target, coverage)
+                rest = [token for token in current if token != out]
+                relevance_after = coverage_sum(query, rest, depth) + gain_sums(
+                    query, row_thresholds(query, rest, depth)
+                )
+                coverage_after = coverage_sum(vision, rest) + gain_sums(vision, row_thresholds(vision, rest))
+                objective = relevance_after / m + coverage_after / n
+                outside = torch.from_numpy(eligible.copy())
+                outside[current] = False
+                admissible = outside & (objective > (1.0 + epsilon) * before) & (coverage_after >= floor)
+                if not bool(admissible.any()):
+                    continue
+                score = objective.masked_fill(~admissible, -1.0)
+                into = int((score == score.max()).nonzero()[0])
+                swaps.append((out, into, before, float(objective[into])))
+                current = sorted([*rest, into])
+                accepted = True
+            completed += 1
+            if not accepted:
+                break
+        return np.array(current, dtype=np.int64), swaps
+
+
+REFERENCE = ReferenceBackend()
