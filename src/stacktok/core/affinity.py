@@ -21,6 +21,8 @@ Affinity = NDArray[np.floating]
 
 # Elements handled at a time: a block of float32 stays in a core's second-level cache, and no temporary is larger.
 _BLOCK = 1 << 19
+# Elements of half-precision features that are cast up at a time.
+_CAST = 1 << 23
 
 
 def grid_bits(rows: int, largest: float = 1.0) -> int:
@@ -76,13 +78,11 @@ def query_affinity(
     dtype = torch.promote_types(_working_type(query), _working_type(projected))
     query = query.to(dtype)
     unit = query / row_norms(query, "query").clamp_min(norm_epsilon)[:, None]
-    result = torch.empty((m, n), dtype=dtype, device=query.device)
-    if projected.dtype == dtype:
-        torch.mm(unit, projected.T, out=result)
-    else:
-        for rows in _row_blocks(n, projected.shape[1]):
-            result[:, rows] = unit @ projected[rows].to(dtype).T
-    # The projected norms divide the small product in place of the large factor.
+    # The tall matrix goes first, which spares the product a transposed copy of it; and its norms divide the small
+    # product in place of the large factor.
+    # Features of any type go through the same blocks, so that half precision equals its float32 cast to the bit.
+    blocks = [projected[rows].to(dtype) @ unit.T for rows in _row_blocks(n, projected.shape[1], _CAST)]
+    result = torch.cat(blocks).T.contiguous()
     result /= norms.to(dtype).clamp_min(norm_epsilon)
     if m:
         _softmax_on_grid(result, tau, grid_bits(m))
@@ -95,11 +95,8 @@ def row_norms(features: torch.Tensor, name: str) -> torch.Tensor:
     The norms are needed anyway, and show NaN and infinity at no cost.
     """
     norms = torch.empty(len(features), dtype=_working_type(features), device=features.device)
-    if features.dtype == norms.dtype:
-        torch.linalg.vector_norm(features, dim=1, out=norms)
-    else:
-        for rows in _row_blocks(len(features), features.shape[1]):
-            norms[rows] = torch.linalg.vector_norm(features[rows].to(norms.dtype), dim=1)
+    for rows in _row_blocks(len(features), features.shape[1], _CAST):
+        norms[rows] = torch.linalg.vector_norm(features[rows].to(norms.dtype), dim=1)
     if not bool(torch.isfinite(norms).all()):
         row = int((~torch.isfinite(norms)).nonzero()[0])
         if bool(torch.isfinite(features[row]).all()):
@@ -221,8 +218,8 @@ def _working(features: torch.Tensor) -> torch.Tensor:
     return features.to(_working_type(features))
 
 
-def _row_blocks(rows: int, columns: int) -> list[slice]:
-    step = max(1, _BLOCK // max(1, columns))
+def _row_blocks(rows: int, columns: int, elements: int = _BLOCK) -> list[slice]:
+    step = max(1, elements // max(1, columns))
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 

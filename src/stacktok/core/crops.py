@@ -183,22 +183,25 @@ def _quotas(crops: Sequence[Trajectory], total: int, horizons: list[int], parame
 
 
 def apportion(total: int, weights: Sequence[Fraction], capacities: Sequence[int]) -> list[int]:
-    """Split ``total`` by weights with largest remainders (ties to the lowest index), no share above its capacity.
+    """Split ``total`` by weights, largest remainders first (ties to the lowest index), no share above its capacity.
 
-    What capped shares leave over is split again among the others; where their weights are all zero, equally.
+    What a full share leaves over goes to the others by their weights; where those are all zero, equally.
     """
     shares = [0] * len(weights)
-    remaining = total
-    while remaining:
-        opened = [c for c, share in enumerate(shares) if share < capacities[c]]
+    opened = list(range(len(weights)))
+    while opened:
         scale = sum(weights[c] for c in opened)
-        exact = {c: remaining * (weights[c] / scale if scale else Fraction(1, len(opened))) for c in opened}
-        grant = {c: int(share) for c, share in exact.items()}
-        left = remaining - sum(grant.values())
-        for c in sorted(opened, key=lambda c: (grant[c] - exact[c], c))[:left]:
-            grant[c] += 1
-        for c in opened:
-            granted = min(grant[c], capacities[c] - shares[c])
-            shares[c] += granted
-            remaining -= granted
+        exact = {c: total * (weights[c] / scale if scale else Fraction(1, len(opened))) for c in opened}
+        full = [c for c in opened if exact[c] >= capacities[c]]
+        if not full:
+            break
+        for c in full:
+            shares[c] = capacities[c]
+            total -= capacities[c]
+            opened.remove(c)
+    for c in opened:
+        shares[c] = int(exact[c])
+    left = total - sum(shares[c] for c in opened)
+    for c in sorted(opened, key=lambda c: (shares[c] - exact[c], c))[:left]:
+        shares[c] += 1
     return shares

@@ -1,15 +1,18 @@
-"""The compiled backend: exact incremental greedy, one thread per image, no lock held.
+"""The compiled backend: exact incremental greedy, without the interpreter's lock.
 
 Adding token s changes only the rows with A_is > c_i, so a gain is kept up to date by what those rows lose; on grid
 affinities the update is exact. Rows raised by relevance picks are noted and their coverage gains brought up to date
 only when coverage next scores a step: the first picks raise nearly all rows, and one update then serves for many.
+Updates of millions of entries, which only images of thousands of tokens have, are split over all cores by columns.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numba
@@ -22,6 +25,9 @@ from stacktok.kernels import CRITERIA, Floats, Ints, Rule
 _GATED, _RELEVANCE, _COVERAGE, _SCALARIZED = (int(rule) for rule in Rule)
 _BY_RELEVANCE, _BY_COVERAGE, _BY_SUM, _BY_INDEX = range(len(CRITERIA))
 _UNLIMITED = 0
+
+# Entries whose update takes much longer than to hand it to other threads.
+_WORTH_SPLITTING = 1 << 22
 
 _compiled = numba.njit(nogil=True, cache=True)
 _said_why = threading.Event()
@@ -56,34 +62,36 @@ class _Kernel:
 
 
 @_Kernel
-def _column_sums(a):  # type: ignore[no-untyped-def]
-    sums = np.zeros(a.shape[1])
+def _add_columns(a, sums, first, last):  # type: ignore[no-untyped-def]
+    part = sums[first:last]
     for i in range(a.shape[0]):
-        for j in range(a.shape[1]):
-            sums[j] += np.float64(a[i, j])
-    return sums
+        row = a[i, first:last]
+        for j in range(len(part)):
+            part[j] += np.float64(row[j])
 
 
 @_compiled
-def _lower_gains(a, rows, count, old, new, gains):  # type: ignore[no-untyped-def]
+def _lower_gains(a, rows, count, old, new, gains, first, last):  # type: ignore[no-untyped-def]
     """Gains after thresholds of ``count`` rows rose from old to new: [a - old]_+ - [a - new]_+ is lost per row."""
-    n = a.shape[1]
+    part = gains[first:last]
     whole = count - count % 4
     for q in range(0, whole, 4):
         i0, i1, i2, i3 = rows[q], rows[q + 1], rows[q + 2], rows[q + 3]
         o0, o1, o2, o3 = old[i0], old[i1], old[i2], old[i3]
         w0, w1, w2, w3 = new[i0], new[i1], new[i2], new[i3]
-        for j in range(n):
-            lost0 = min(max(np.float64(a[i0, j]), o0), w0) - o0
-            lost1 = min(max(np.float64(a[i1, j]), o1), w1) - o1
-            lost2 = min(max(np.float64(a[i2, j]), o2), w2) - o2
-            lost3 = min(max(np.float64(a[i3, j]), o3), w3) - o3
-            gains[j] -= (lost0 + lost1) + (lost2 + lost3)
+        a0, a1, a2, a3 = a[i0, first:last], a[i1, first:last], a[i2, first:last], a[i3, first:last]
+        for j in range(len(part)):
+            lost0 = min(max(np.float64(a0[j]), o0), w0) - o0
+            lost1 = min(max(np.float64(a1[j]), o1), w1) - o1
+            lost2 = min(max(np.float64(a2[j]), o2), w2) - o2
+            lost3 = min(max(np.float64(a3[j]), o3), w3) - o3
+            part[j] -= (lost0 + lost1) + (lost2 + lost3)
     for q in range(whole, count):
         i = rows[q]
         o, w = old[i], new[i]
-        for j in range(n):
-            gains[j] -= min(max(np.float64(a[i, j]), o), w) - o
+        row = a[i, first:last]
+        for j in range(len(part)):
+            part[j] -= min(max(np.float64(row[j]), o), w) - o
 
 
 @_compiled
@@ -102,6 +110,7 @@ def _extend(  # type: ignore[no-untyped-def]
     av, aq, rule, depth, alpha, targets, start, stop, order, criterion, bound, relevance_sums, coverage_sums,
     candidates, raised, synced, stale, stale_count, coverage_gains, relevance_gains, largest, threshold, lowered,
 ):  # fmt: skip
+    """Steps of Algorithm 1; returns the step before which an update is worth splitting, or stop."""
     n, m = av.shape[0], aq.shape[0]
     one_row = np.empty(1, np.int64)
     for t in range(start, stop):
@@ -112,7 +121,9 @@ def _extend(  # type: ignore[no-untyped-def]
             if gain > 0.0:
                 token, by = candidate, _BY_RELEVANCE
         if token < 0 and rule != _RELEVANCE:
-            _lower_gains(av, stale, stale_count[0], synced, raised, coverage_gains)
+            if stale_count[0] * n >= _WORTH_SPLITTING:
+                return t
+            _lower_gains(av, stale, stale_count[0], synced, raised, coverage_gains, 0, n)
             for q in range(stale_count[0]):
                 synced[stale[q]] = raised[stale[q]]
             stale_count[0] = 0
@@ -160,7 +171,7 @@ def _extend(  # type: ignore[no-untyped-def]
                     lowered[i] = largest[i, depth - 1]
                     if lowered[i] > threshold[i]:
                         one_row[0] = i
-                        _lower_gains(aq, one_row, 1, threshold, lowered, relevance_gains)
+                        _lower_gains(aq, one_row, 1, threshold, lowered, relevance_gains, 0, n)
                         threshold[i] = lowered[i]
         candidates[token] = False
         coverage_gains[token] = -np.inf
@@ -170,6 +181,7 @@ def _extend(  # type: ignore[no-untyped-def]
         bound[t] = deficit and rule == _GATED
         relevance_sums[t + 1] = relevance
         coverage_sums[t + 1] = coverage
+    return stop
 
 
 @_compiled
@@ -273,6 +285,25 @@ def _refine(av, aq, kept, eligible, depth, target, epsilon, passes):  # type: ig
     return outs, intos, befores, afters
 
 
+def _column_sums(affinity: Affinity) -> Floats:
+    sums = np.zeros(affinity.shape[1])
+    if affinity.size >= _WORTH_SPLITTING:
+        _over_columns(_add_columns, affinity, sums)
+    else:
+        _add_columns(affinity, sums, 0, len(sums))
+    return sums
+
+
+def _over_columns(function: Callable[..., Any], affinity: Affinity, *arguments: Any) -> None:
+    """Run a function on ranges of the columns beside each other, one range per core."""
+    workers = os.cpu_count() or 1
+    ends = np.linspace(0, affinity.shape[1], workers + 1).astype(int).tolist()
+    with ThreadPoolExecutor(workers) as pool:
+        parts = [pool.submit(function, affinity, *arguments, *ends[w : w + 2]) for w in range(workers)]
+    for part in parts:
+        part.result()
+
+
 class CpuWalk:
     """A selection in progress; see `stacktok.kernels.Walk`."""
 
@@ -316,8 +347,14 @@ class CpuWalk:
         if length <= self.length:
             return
         record = (self.order, self.criterion, self.bound, self.relevance_sums, self.coverage_sums)
-        _extend(*self._fixed, targets, self.length, length, *record, *self._state)
-        self.length = length
+        while True:
+            self.length = _extend(*self._fixed, targets, self.length, length, *record, *self._state)
+            if self.length == length:
+                return
+            _, raised, synced, stale, stale_count, coverage_gains = self._state[:6]
+            _over_columns(_lower_gains, self._fixed[0], stale, int(stale_count[0]), synced, raised, coverage_gains)
+            synced[:] = raised
+            stale_count[0] = 0
 
 
 class CpuBackend:
@@ -326,8 +363,7 @@ class CpuBackend:
     name = "cpu"
 
     def column_sums(self, affinity: Affinity) -> Floats:
-        sums: Floats = _column_sums(affinity)
-        return sums
+        return _column_sums(affinity)
 
     def walk(
         self,

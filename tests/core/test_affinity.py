@@ -1,0 +1,119 @@
+"""Eq. (affinity) and the grid on which sums are exact."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import stacktok
+from stacktok.core.affinity import given_affinity, grid_bits
+from tests.core import naive
+from tests.core.cases import features
+
+
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (2, 3), (37, 5), (700, 12), (1025, 1)])
+def test_affinities_are_the_row_softmax_of_cosines(n, m):
+    x, z, q = features(n, m)
+    a_qv, a_vv = stacktok.affinities(x, z, q)
+    assert a_qv.dtype == a_vv.dtype == np.float32
+    np.testing.assert_allclose(a_vv, naive.affinity(x, x, 0.2), rtol=2e-5, atol=1e-9)
+    np.testing.assert_allclose(a_qv, naive.affinity(q, z, 0.02), rtol=5e-4, atol=1e-9)
+
+
+def test_float64_features_are_not_cast_down():
+    x, z, q = (a.astype(np.float64) for a in features(50, 4))
+    a_qv, a_vv = stacktok.affinities(x, z, q)
+    assert a_qv.dtype == a_vv.dtype == np.float64
+    np.testing.assert_allclose(a_vv, naive.affinity(x, x, 0.2), rtol=1e-12, atol=2.0**-44)
+    np.testing.assert_allclose(a_qv, naive.affinity(q, z, 0.02), rtol=1e-10, atol=2.0**-44)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_features_count_as_their_float32_casts(dtype):
+    x, z, q = (torch.from_numpy(a).to(dtype) for a in features(600, 7, d_v=1024, d=1024))
+    half = stacktok.affinities(x, z, q)
+    full = stacktok.affinities(x.float(), z.float(), q.float())
+    assert np.array_equal(half[0], full[0])
+    assert np.array_equal(half[1], full[1])
+    assert stacktok.select(x, z, q, 64) == stacktok.select(x.float(), z.float(), q.float(), 64)
+
+
+def test_torch_and_numpy_give_the_same_result():
+    x, z, q = features(60, 4)
+    tensors = [torch.from_numpy(a) for a in (x, z, q)]
+    assert stacktok.select(x, z, q, 9) == stacktok.select(*tensors, 9)
+    # Views, read-only memory and reversed strides are all fine.
+    x.flags.writeable = False
+    assert stacktok.select(x[::-1], z[::-1], q, 9) == stacktok.select(x[::-1].copy(), z[::-1].copy(), q, 9)
+
+
+@given(n=st.integers(1, 40), m=st.integers(1, 20), seed=st.integers(0, 999))
+def test_sums_of_grid_entries_do_not_depend_on_their_order(n, m, seed):
+    for a in stacktok.affinities(*features(n, m, seed=seed)):
+        rows = len(a)
+        scaled = a.astype(np.float64) * 2.0 ** grid_bits(rows)
+        assert np.array_equal(scaled, np.rint(scaled))
+        shuffled = np.random.default_rng(seed).permutation(a.astype(np.float64), axis=0)
+        exact = [sum(int(value) for value in column) for column in scaled.T]
+        assert a.astype(np.float64).sum(axis=0).tolist() == shuffled.sum(axis=0).tolist()
+        assert [int(s) for s in a.astype(np.float64).sum(axis=0) * 2.0 ** grid_bits(rows)] == exact
+
+
+def test_grid_of_given_affinities_follows_rows_and_largest_entry():
+    assert grid_bits(576) == 42
+    assert grid_bits(1024) == 42
+    assert grid_bits(1025) == 41
+    assert grid_bits(1) == 52
+    assert grid_bits(576, 0.01) == 42
+    assert grid_bits(576, 4.0) == 40
+
+
+def test_given_float64_is_kept_only_where_float32_does_not_hold_it():
+    exact = np.array([[0.5, 0.25], [0.125, 0.75]])
+    assert given_affinity(exact, "a").dtype == np.float32
+    third = np.array([[1 / 3, 0.25], [0.125, 0.75]])
+    kept = given_affinity(third, "a")
+    assert kept.dtype == np.float64
+    assert kept[0, 0] == np.rint(1 / 3 * 2.0**51) / 2.0**51
+    assert third[0, 0] == 1 / 3
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e6, 1e30])
+def test_given_affinities_of_any_scale_have_exact_sums(scale):
+    a = np.random.default_rng(0).random((40, 30)) * scale
+    rounded = given_affinity(a, "a").astype(np.float64)
+    largest = max(1.0, a.max())
+    assert np.abs(rounded - a).max() <= largest * 40 * 2.0**-51
+    assert rounded.sum(axis=0).tolist() == rounded[::-1].sum(axis=0).tolist()
+
+
+def test_given_affinities_already_on_the_grid_are_not_copied():
+    a = stacktok.affinities(*features(30, 3))[1]
+    assert np.shares_memory(given_affinity(a, "a"), a)
+
+
+def test_a_caller_s_affinities_are_never_written():
+    a = np.random.default_rng(0).random((9, 9)).astype(np.float32) * 1e-4
+    before = a.copy()
+    stacktok.select_from_affinities(a[:2], a, 4, swap_passes=None)
+    assert np.array_equal(a, before)
+
+
+def test_zero_vectors_and_identical_tokens_are_uniform():
+    n = 6
+    a_qv, a_vv = stacktok.affinities(np.zeros((n, 4)), np.ones((n, 5)), np.ones((2, 5)), tau_vision=1e-3)
+    np.testing.assert_allclose(a_vv, 1 / n, rtol=1e-12)
+    np.testing.assert_allclose(a_qv, 1 / n, rtol=1e-12)
+    selection = stacktok.select(np.zeros((n, 4)), np.ones((n, 5)), np.ones((2, 5)), 3)
+    assert selection.order.tolist() == [0, 1, 2]
+    assert selection.criterion == ("relevance", "fill", "fill")
+
+
+def test_affinities_underflow_to_zero_without_a_nan():
+    x, z, q = features(40, 6)
+    selection = stacktok.select(x, z, q, 20, tau_query=1e-4, tau_vision=1e-3)
+    assert np.isfinite(selection.relevance).all()
+    assert np.isfinite(selection.coverage).all()

@@ -1,0 +1,114 @@
+"""Identical results from every backend, and a light import."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import stacktok
+from stacktok.kernels import Rule, cpu
+from tests.core.cases import affinities, focused, problems, tied
+
+
+@given(
+    problem=problems(max_n=30, max_m=8),
+    criterion=st.sampled_from(["gated", "gated", "relevance", "coverage", "scalarized"]),
+    fill=st.sampled_from(["coverage", "index"]),
+    target=st.sampled_from(["size", "final"]),
+)
+def test_backends_agree_to_the_bit(problem, criterion, fill, target):
+    runs = [
+        stacktok.select_from_affinities(
+            problem["a_qv"],
+            problem["a_vv"],
+            problem["budget"],
+            eligible=problem["eligible"],
+            strictness=problem["strictness"],
+            relevance_depth=problem["depth"],
+            swap_passes=None,
+            criterion=criterion,
+            fill=fill,
+            target=target,
+            alpha=0.3,
+            backend=backend,
+        )
+        for backend in ("reference", "cpu", "auto")
+    ]
+    assert runs[0] == runs[1] == runs[2]
+
+
+@pytest.mark.parametrize("case", [affinities(300, 12), tied(120, 7, 1), focused(0, n=200, m=40)])
+@pytest.mark.parametrize("depth", [1, 4, None])
+def test_backends_agree_on_larger_images(case, depth):
+    runs = [
+        stacktok.select_from_affinities(*case, 90, relevance_depth=depth, strictness=0.95, backend=backend)
+        for backend in ("reference", "cpu")
+    ]
+    assert runs[0] == runs[1]
+
+
+def test_float64_affinities_agree_too():
+    rng = np.random.default_rng(0)
+    a_qv, a_vv = rng.random((5, 40)), rng.random((40, 40))
+    runs = [
+        stacktok.select_from_affinities(a_qv, a_vv, 12, swap_passes=None, backend=backend)
+        for backend in ("reference", "cpu")
+    ]
+    assert runs[0] == runs[1]
+
+
+def test_an_update_that_is_split_over_cores_changes_nothing(monkeypatch):
+    """Large images hand their updates to threads; a small one is made to do so after every step."""
+    a_qv, a_vv = focused(0, n=200, m=40)
+    expected = stacktok.select_from_affinities(a_qv, a_vv, 80, strictness=0.95)
+    large = np.random.default_rng(0).random((2100, 2100)).astype(np.float32)
+    assert large.size >= cpu._WORTH_SPLITTING
+    runs = [
+        stacktok.select_from_affinities(large[:3], large, 3, swap_limit=0, backend=backend)
+        for backend in ("reference", "cpu")
+    ]
+    assert runs[0] == runs[1]
+    extend, over_columns, splits = cpu._extend, cpu._over_columns, []
+
+    def one_step(*arguments):
+        return extend(*arguments[:7], arguments[6] + 1, *arguments[8:])
+
+    def counted(function, *arguments):
+        splits.append(function)
+        over_columns(function, *arguments)
+
+    monkeypatch.setattr(cpu, "_extend", one_step)
+    monkeypatch.setattr(cpu, "_over_columns", counted)
+    assert stacktok.select_from_affinities(a_qv, a_vv, 80, strictness=0.95) == expected
+    assert len(splits) == 2 * 79
+
+
+def test_rules_have_one_number_each():
+    assert [int(rule) for rule in Rule] == [cpu._GATED, cpu._RELEVANCE, cpu._COVERAGE, cpu._SCALARIZED]
+
+
+def test_importing_stacktok_is_light():
+    """No compiler, no model library; numba comes with the first selection."""
+    code = "import sys, json, stacktok; print(json.dumps(sorted(sys.modules)))"
+    modules = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
+    assert "stacktok.core.selection" in modules
+    heavy = {"numba", "transformers", "matplotlib", "PIL", "typer", "rich", "pydantic", "accelerate"}
+    assert heavy.isdisjoint(modules)
+
+
+def test_the_first_call_says_why_it_takes_long_once(caplog):
+    kernel = cpu._Kernel(lambda: None)
+    kernel._function = lambda: __import__("time").sleep(0.6)
+    cpu._said_why.clear()
+    kernel()
+    kernel()
+    other = cpu._Kernel(lambda: None)
+    other._function = kernel._function
+    other()
+    assert [record.getMessage()[:22] for record in caplog.records] == ["compiling the selector"]

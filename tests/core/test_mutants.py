@@ -1,0 +1,114 @@
+"""Deliberately broken selectors must fail the suite."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+GATE, SWAPS, CROPS, AFFINITY = (f"tests/core/test_{name}.py" for name in ("gate", "swaps", "crops", "affinity"))
+REFERENCE = "kernels/reference.py"
+CPU = "kernels/cpu.py"
+
+MUTANTS = {
+    "gate ignored": (
+        REFERENCE,
+        "deficit = bool(targets[t] > self.coverage_sums[t])",
+        "deficit = False",
+        GATE,
+    ),
+    "target shifted by one": (
+        "core/trajectory.py",
+        "self._walk.extend(k, self.targets(k))",
+        "self._walk.extend(k, self.targets(k)[1:])",
+        GATE,
+    ),
+    "tie to the last": (
+        REFERENCE,
+        "return int((score == best).nonzero()[0]), name",
+        "return int((score == best).nonzero()[-1]), name",
+        GATE,
+    ),
+    "no fallback": (
+        REFERENCE,
+        'criteria = [("relevance", relevance), ("coverage", coverage)]',
+        'criteria = [("relevance", relevance)]',
+        GATE,
+    ),
+    "compiled: gate ignored": (
+        CPU,
+        "deficit = targets[t] > coverage_sums[t]",
+        "deficit = targets[t] < 0.0",
+        GATE,
+    ),
+    "compiled: tie to the last": (
+        CPU,
+        "if gains[j] > best:",
+        "if gains[j] >= best:",
+        GATE,
+    ),
+    "compiled: stale gains": (
+        CPU,
+        "                if raised[i] == synced[i]:\n",
+        "                if raised[i] == 0.0:\n",
+        GATE,
+    ),
+    "compiled: depth off by one": (
+        CPU,
+        "lowered[i] = largest[i, depth - 1]",
+        "lowered[i] = largest[i, max(depth - 2, 0)]",
+        GATE,
+    ),
+    "swap floor ignored": (
+        REFERENCE,
+        "floor = min(target, coverage)",
+        "floor = 0.0",
+        SWAPS,
+    ),
+    "swap accepts the first": (
+        REFERENCE,
+        "into = int((score == score.max()).nonzero()[0])",
+        "into = int(admissible.nonzero()[0])",
+        SWAPS,
+    ),
+    "crops: tie to the last": (
+        "core/crops.py",
+        "nominees = [(-nominee_gain(c, 0), c)",
+        "nominees = [(-nominee_gain(c, 0), -c)",
+        CROPS,
+    ),
+    "no grid": (
+        "core/affinity.py",
+        "    logits.mul_(2.0**bits).round_().mul_(2.0**-bits)\n",
+        "",
+        AFFINITY,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_broken_selector_fails_the_suite(name, tmp_path):
+    file, text, replacement, tests = MUTANTS[name]
+    shutil.copytree(ROOT / "src" / "stacktok" / "core", tmp_path / "stacktok" / "core", ignore=_no_caches)
+    shutil.copytree(ROOT / "src" / "stacktok" / "kernels", tmp_path / "stacktok" / "kernels", ignore=_no_caches)
+    shutil.copy(ROOT / "src" / "stacktok" / "__init__.py", tmp_path / "stacktok" / "__init__.py")
+    source = (tmp_path / "stacktok" / file).read_text()
+    assert source.count(text) == 1, "the mutant no longer fits the code: bring it up to date"
+    (tmp_path / "stacktok" / file).write_text(source.replace(text, replacement))
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", tests],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(tmp_path), "PATH": "", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 1, run.stdout[-2000:] + run.stderr[-2000:]
+    assert "1 failed" in run.stdout
+
+
+def _no_caches(directory: str, names: list[str]) -> list[str]:
+    return [name for name in names if name == "__pycache__"]
