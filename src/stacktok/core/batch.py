@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from numbers import Real
 from typing import TYPE_CHECKING
 
 from stacktok.core.budget import Budget
@@ -46,7 +45,10 @@ def select_batch(
     """
     parameters = Parameters.of(settings)
     count = len(vision)
-    budgets = [budget] * count if isinstance(budget, (Real, str)) else list(budget)
+    if isinstance(budget, str) or not isinstance(budget, Iterable):
+        budgets: list[Budget] = [budget] * count
+    else:
+        budgets = list(budget)
     masks: list[Eligible] = [None] * count if eligible is None else list(eligible)
     for name, values in (("projected", projected), ("query", query), ("budget", budgets), ("eligible", masks)):
         if len(values) != count:
