@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from stacktok.cli.common import load, model_path, open_image, parse_budget, prompt_inputs, stderr, user_errors
 
@@ -77,10 +78,10 @@ def _show(result: dict[str, Any]) -> None:
     console = Console()
     console.print(result["answer"], style="bold", markup=False, highlight=False)
     table = Table("", "tokens", "seconds", "answer")
-    row = (str(result["tokens_after"]), f"{result['seconds']:.3f}", result["answer"])
-    table.add_row("pruned", *row)
+    table.add_row("pruned", str(result["tokens_after"]), f"{result['seconds']:.3f}", Text(result["answer"]))
     if "full_answer" in result:
-        table.add_row("all", str(result["tokens_before"]), f"{result['full_seconds']:.3f}", result["full_answer"])
+        full = Text(result["full_answer"])
+        table.add_row("all", str(result["tokens_before"]), f"{result['full_seconds']:.3f}", full)
     console.print(table)
     console.print(
         f"{result['tokens_before']} -> {result['tokens_after']} tokens, selection "
