@@ -6,6 +6,7 @@ import typer
 
 from stacktok.cli.ask import ask
 from stacktok.cli.bench import bench
+from stacktok.cli.demo import demo
 from stacktok.cli.models import models
 
 app = typer.Typer(
@@ -14,6 +15,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Training-free visual-token pruning for vision-language models.",
 )
+app.command()(demo)
 app.command()(ask)
 app.command()(bench)
 app.command()(models)

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stacktok.cli.common import load, model_path, open_image, parse_budget, prompt_inputs, stderr, user_errors
+from stacktok.cli.common import load, model_path, open_image, prompt_inputs, stderr, user_errors
+from stacktok.core.budget import parse_budget
 
 
 def ask(

@@ -9,7 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from stacktok.cli.common import load, open_image, parse_budget, parse_dtype, prompt_inputs, stderr, user_errors
+from stacktok.cli.common import load, open_image, parse_dtype, prompt_inputs, stderr, user_errors
+from stacktok.core.budget import parse_budget
 
 
 def bench(

@@ -14,8 +14,6 @@ from rich.console import Console
 if TYPE_CHECKING:
     import torch
 
-    from stacktok.core.budget import Budget
-
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
@@ -41,21 +39,6 @@ def user_errors() -> Iterator[None]:
         fail(str(error))
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-
-
-def parse_budget(text: str) -> Budget:
-    """A budget as typed: ``64``, ``0.2`` or ``20%``."""
-    from stacktok.core.budget import budget_share
-
-    budget: Budget = text
-    for kind in (int, float):
-        try:
-            budget = kind(text)
-        except ValueError:
-            continue
-        break
-    budget_share(budget)
-    return budget
 
 
 def open_image(path: Path) -> Any:
