@@ -97,7 +97,7 @@ def draw(picture: Any, runs: list[list[dict[str, Any]]], out: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    from stacktok.figures.kept import COVERAGE, RELEVANCE, criteria_of, draw_kept
+    from stacktok.figures.kept import COVERAGE, OTHER, RELEVANCE, criteria_of, draw_kept
 
     pixels = np.asarray(picture)
     figure = Figure(figsize=(9.6, 7.0), layout="constrained")
@@ -119,5 +119,7 @@ def draw(picture: Any, runs: list[list[dict[str, Any]]], out: Path) -> None:
         Line2D([], [], marker="o", ls="", color=RELEVANCE, label="picked by relevance to the question"),
         Line2D([], [], marker="^", ls="", color=COVERAGE, label="picked to cover the image"),
     ]
-    figure.legend(handles=marks, loc="outside lower center", ncols=2, frameon=False)
+    if any(answer["pruned"].last and answer["pruned"].last[0].selection.swaps for one in runs for answer in one[1:]):
+        marks.append(Line2D([], [], marker="s", ls="", color=OTHER, label="swapped in"))
+    figure.legend(handles=marks, loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(out, dpi=110)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from stacktok.models.base import ModelAdapter
-from stacktok.models.query import last_user_turn, processor_markers, without_special_tokens, word_ids
+from stacktok.models.query import decoded_markers, last_user_turn, processor_markers, without_special_tokens, word_ids
 from stacktok.runtime.run import PROMPT, FromPrompt, OneQuery
 
 
@@ -45,7 +45,7 @@ class QuestionReader:
     def __init__(self, model: Any, processor: Any, adapter: ModelAdapter) -> None:
         self.model, self.adapter = model, adapter
         self.tokenizer: Any = getattr(processor, "tokenizer", None)
-        self.markers = processor_markers(processor)
+        self.markers = decoded_markers(processor_markers(processor), self.tokenizer)
         self._warned = False
 
     def prompt_words(self, ids: Sequence[int]) -> list[str]:
