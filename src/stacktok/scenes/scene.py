@@ -88,6 +88,13 @@ class Style:
     snap_things: bool = False
     max_things: int = 9
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot be laid out."""
+        if not 8 <= self.thing_edge[0] <= self.thing_edge[1] <= self.size:
+            raise ValueError(f"thing_edge is {self.thing_edge}; it must rise from at least 8 to at most size {self.size}")
+        if len(self.sign_chances) > 1 and max(self.sign_edge) > self.size:
+            raise ValueError(f"sign_edge is {self.sign_edge}; signs must fit into size {self.size}")
+
 
 STANDARD: Final = Style()
 """Scenes for one 336-pixel view."""
@@ -176,7 +183,7 @@ def _sign_box(draw: Draw, style: Style) -> Box:
 
 
 def _thing_box(draw: Draw, style: Style, shrink: float) -> Box:
-    edge = int(draw.integer(*style.thing_edge) * shrink)
+    edge = max(int(draw.integer(*style.thing_edge) * shrink), 8)
     if style.snap_things:
         edge = max(edge // style.snap, 1) * style.snap
         x = style.snap * draw.integer(0, (style.size - edge) // style.snap)

@@ -1,0 +1,165 @@
+"""Forward passes of training and their losses."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+
+from training.data import Batch
+from training.labels import BACKGROUND_WEIGHT, NOUNS, SLOTS
+from training.model import Llava
+from training.text import build_tokenizer
+
+TEMPERATURE = 0.05
+
+
+class Heads(nn.Module):
+    """Read-outs that exist in training only: box and centre from a projected token, nouns from the CLS token."""
+
+    def __init__(self, vision_hidden: int, text_hidden: int) -> None:
+        super().__init__()
+        self.box = nn.Linear(text_hidden, 3)
+        self.centre = nn.Linear(text_hidden, 1)
+        self.present = nn.Linear(vision_hidden, len(NOUNS))
+
+
+class Objective:
+    """Losses of a model on a batch.
+
+    Parameters
+    ----------
+    model
+        What is trained.
+    heads
+        Read-outs used in training only.
+    """
+
+    def __init__(self, model: Llava, heads: Heads) -> None:
+        self.model, self.heads = model, heads
+        tokenizer = build_tokenizer()
+        self.slot_ids = [torch.tensor(tokenizer.convert_tokens_to_ids(list(words))) for words, _ in SLOTS.values()]
+        self.prefix = tokenizer("USER: ").input_ids
+        self.first_background = len(NOUNS) - 8
+        self.grid = model.config.vision_config.image_size // model.config.vision_config.patch_size
+
+    def encode(self, pixels: Tensor, corner: Tensor) -> tuple[Tensor, Tensor]:
+        """Features that the language model reads, and the CLS token of the last layer.
+
+        Parameters
+        ----------
+        pixels
+            (b, 3, h, w) bytes; pictures smaller than the model's take positions from a window of its grid.
+        corner
+            (b, 2) row and column of that window's corner.
+
+        Returns
+        -------
+        tuple
+            Projected tokens (b, n, text width) and CLS (b, vision width).
+        """
+        tower = self.model.model.vision_tower
+        mean = torch.tensor(OPENAI_CLIP_MEAN)[:, None, None]
+        std = torch.tensor(OPENAI_CLIP_STD)[:, None, None]
+        embeddings = tower.embeddings
+        patches = embeddings.patch_embedding((pixels / 255 - mean) / std)
+        height, width = patches.shape[-2:]
+        table = embeddings.position_embedding.weight
+        rows = corner[:, 0, None, None] + torch.arange(height)[:, None]
+        columns = corner[:, 1, None, None] + torch.arange(width)
+        positions = table[1 + rows * self.grid + columns].flatten(1, 2)
+        start = (embeddings.class_embedding + table[0]).expand(len(pixels), 1, -1)
+        hidden = tower.pre_layrnorm(torch.cat([start, patches.flatten(2).mT + positions], dim=1))
+        *used, last = tower.encoder.layers
+        for layer in used:
+            hidden = layer(hidden, attention_mask=None)
+        return self.model.model.multi_modal_projector(hidden[:, 1:]), tower.post_layernorm(_cls_only(last, hidden))
+
+    def alignment(self, batch: Batch, tokens: Tensor, cls: Tensor) -> tuple[Tensor, dict[str, float]]:
+        """Pull each projected token towards the words for what it shows."""
+        table = F.normalize(self.model.model.language_model.embed_tokens.weight, dim=-1)
+        cosine = F.normalize(tokens, dim=-1) @ table.T / TEMPERATURE
+        total = torch.zeros(())
+        report = {}
+        for index, (name, (_, weight)) in enumerate(SLOTS.items()):
+            target = batch.words[:, index]
+            chosen = target >= 0
+            if not chosen.any():
+                continue
+            logits, goal = cosine[chosen][:, self.slot_ids[index]], target[chosen]
+            each = F.cross_entropy(logits, goal, reduction="none")
+            weights = torch.ones_like(each)
+            if name in ("noun", "sort"):
+                background = batch.words[:, 0][chosen] >= self.first_background
+                weights[background] = BACKGROUND_WEIGHT
+                report[f"align/{name}"] = (logits.argmax(-1) == goal)[~background].float().mean().item()
+            else:
+                report[f"align/{name}"] = (logits.argmax(-1) == goal).float().mean().item()
+            total = total + weight * (each * weights).sum() / weights.sum()
+        owned = batch.words[:, 0] < self.first_background
+        box = F.smooth_l1_loss(self.heads.box(tokens[owned]), batch.box[owned], beta=0.1)
+        flags = self.heads.centre(tokens[owned])[:, 0]
+        centre = F.binary_cross_entropy_with_logits(flags, batch.centre[owned], pos_weight=torch.tensor(4.0))
+        present = F.binary_cross_entropy_with_logits(self.heads.present(cls), batch.present)
+        hits = (flags > 0).float()
+        both = (hits * batch.centre[owned]).sum().item()
+        report["align/centre_f1"] = 2 * both / max(1.0, (hits.sum() + batch.centre[owned].sum()).item())
+        report["align/box"] = box.item()
+        report["align/cls"] = present.item()
+        return total + 2.0 * box + 0.5 * centre + 0.5 * present, report
+
+    def language(self, batch: Batch, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Answer every question of every scene in one pass.
+
+        Each question sees the start of the prompt, the picture and itself, at the positions it would have alone.
+
+        Returns
+        -------
+        tuple
+            Loss, and per question-token a bool whether the prediction is right (b, t), True outside answers.
+        """
+        text = self.model.model.language_model
+        count, visual = tokens.shape[:2]
+        prefix = torch.tensor(self.prefix).expand(count, -1)
+        before = visual + prefix.shape[1]
+        embedded = torch.cat([text.embed_tokens(prefix), tokens, text.embed_tokens(batch.ids)], dim=1)
+        positions = torch.cat([torch.arange(before).expand(count, -1), before + batch.offset], dim=1)
+        out = text(
+            inputs_embeds=embedded,
+            attention_mask=block_mask(batch.block, before),
+            position_ids=positions,
+            use_cache=False,
+        ).last_hidden_state[:, before:]
+        chosen = batch.target >= 0
+        logits = self.model.lm_head(out[chosen])
+        loss = F.cross_entropy(logits, batch.target[chosen])
+        right = torch.ones_like(chosen)
+        right[chosen] = logits.argmax(-1) == batch.target[chosen]
+        return loss, right
+
+
+def block_mask(block: Tensor, before: int) -> Tensor:
+    """Which place sees which, (b, 1, l, l): causal, and questions do not see each other."""
+    count, width = block.shape
+    length = before + width
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    mask = causal.expand(count, length, length).clone()
+    same = block[:, :, None] == block[:, None, :]
+    mask[:, before:, before:] &= same
+    return mask[:, None]
+
+
+def _cls_only(layer: nn.Module, hidden: Tensor) -> Tensor:
+    """Output of an encoder layer for the CLS token alone (b, width)."""
+    attention = layer.self_attn
+    normed = layer.layer_norm1(hidden)
+
+    def heads(x: Tensor) -> Tensor:
+        return x.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2)
+
+    mixed = F.scaled_dot_product_attention(
+        heads(attention.q_proj(normed[:, :1])), heads(attention.k_proj(normed)), heads(attention.v_proj(normed))
+    )
+    state = hidden[:, 0] + attention.out_proj(mixed.transpose(1, 2).flatten(2))[:, 0]
+    return state + layer.mlp(layer.layer_norm2(state))
