@@ -36,7 +36,9 @@ def fetch_emoji(target: Path) -> None:
                 for kind, code in kinds.items():
                     stream = tar.extractfile(f"package/img/google/64/{code}.png")
                     if stream is None:
-                        raise ValueError(f"{PACKAGE} has no picture {code!r} for kind {kind!r}; choose another code point")
+                        raise ValueError(
+                            f"{PACKAGE} has no picture {code!r} for kind {kind!r}; choose another code point"
+                        )
                     picture = Image.open(stream).convert("RGBA")
                     picture.crop(picture.getbbox()).save(target / f"{kind}.png", optimize=True)
 

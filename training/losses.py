@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from training.data import Batch
@@ -78,8 +78,8 @@ class Objective:
 
     def alignment(self, batch: Batch, tokens: Tensor, cls: Tensor) -> tuple[Tensor, dict[str, float]]:
         """Pull each projected token towards the words for what it shows."""
-        table = F.normalize(self.model.model.language_model.embed_tokens.weight, dim=-1)
-        cosine = F.normalize(tokens, dim=-1) @ table.T / TEMPERATURE
+        table = functional.normalize(self.model.model.language_model.embed_tokens.weight, dim=-1)
+        cosine = functional.normalize(tokens, dim=-1) @ table.T / TEMPERATURE
         total = torch.zeros(())
         report = {}
         for index, (name, (_, weight)) in enumerate(SLOTS.items()):
@@ -88,7 +88,7 @@ class Objective:
             if not chosen.any():
                 continue
             logits, goal = cosine[chosen][:, self.slot_ids[index]], target[chosen]
-            each = F.cross_entropy(logits, goal, reduction="none")
+            each = functional.cross_entropy(logits, goal, reduction="none")
             weights = torch.ones_like(each)
             if name in ("noun", "sort"):
                 background = batch.words[:, 0][chosen] >= self.first_background
@@ -98,10 +98,10 @@ class Objective:
                 report[f"align/{name}"] = (logits.argmax(-1) == goal).float().mean().item()
             total = total + weight * (each * weights).sum() / weights.sum()
         owned = batch.words[:, 0] < self.first_background
-        box = F.smooth_l1_loss(self.heads.box(tokens[owned]), batch.box[owned], beta=0.1)
+        box = functional.smooth_l1_loss(self.heads.box(tokens[owned]), batch.box[owned], beta=0.1)
         flags = self.heads.centre(tokens[owned])[:, 0]
-        centre = F.binary_cross_entropy_with_logits(flags, batch.centre[owned], pos_weight=torch.tensor(4.0))
-        present = F.binary_cross_entropy_with_logits(self.heads.present(cls), batch.present)
+        centre = functional.binary_cross_entropy_with_logits(flags, batch.centre[owned], pos_weight=torch.tensor(4.0))
+        present = functional.binary_cross_entropy_with_logits(self.heads.present(cls), batch.present)
         hits = (flags > 0).float()
         both = (hits * batch.centre[owned]).sum().item()
         report["align/centre_f1"] = 2 * both / max(1.0, (hits.sum() + batch.centre[owned].sum()).item())
@@ -133,7 +133,7 @@ class Objective:
         ).last_hidden_state[:, before:]
         chosen = batch.target >= 0
         logits = self.model.lm_head(out[chosen])
-        loss = F.cross_entropy(logits, batch.target[chosen])
+        loss = functional.cross_entropy(logits, batch.target[chosen])
         right = torch.ones_like(chosen)
         right[chosen] = logits.argmax(-1) == batch.target[chosen]
         return loss, right
@@ -158,7 +158,7 @@ def _cls_only(layer: nn.Module, hidden: Tensor) -> Tensor:
     def heads(x: Tensor) -> Tensor:
         return x.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2)
 
-    mixed = F.scaled_dot_product_attention(
+    mixed = functional.scaled_dot_product_attention(
         heads(attention.q_proj(normed[:, :1])), heads(attention.k_proj(normed)), heads(attention.v_proj(normed))
     )
     state = hidden[:, 0] + attention.out_proj(mixed.transpose(1, 2).flatten(2))[:, 0]

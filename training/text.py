@@ -13,9 +13,43 @@ from training.config import ModelSizes
 
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>", "<image>")
 FUNCTION_WORDS = (
-    "user assistant : ? . , is there a an the what number word on sign where which in how many are more than or of "
-    "above below left right top bottom background object yes no"
-).split()
+    "user",
+    "assistant",
+    ":",
+    "?",
+    ".",
+    ",",
+    "is",
+    "there",
+    "a",
+    "an",
+    "the",
+    "what",
+    "number",
+    "word",
+    "on",
+    "sign",
+    "where",
+    "which",
+    "in",
+    "how",
+    "many",
+    "are",
+    "more",
+    "than",
+    "or",
+    "of",
+    "above",
+    "below",
+    "left",
+    "right",
+    "top",
+    "bottom",
+    "background",
+    "object",
+    "yes",
+    "no",
+)
 DIGITS = tuple("0123456789")
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -75,7 +109,5 @@ def build_processor(sizes: ModelSizes) -> LlavaProcessor | LlavaNextProcessor:
         return LlavaProcessor(image_processor=pictures, **shared)
     side = sizes.image_size
     pinpoints = [[side, 2 * side], [2 * side, side], [2 * side, 2 * side]]
-    tiles = LlavaNextImageProcessorPil(
-        size={"shortest_edge": side}, crop_size=edge, image_grid_pinpoints=pinpoints
-    )
+    tiles = LlavaNextImageProcessorPil(size={"shortest_edge": side}, crop_size=edge, image_grid_pinpoints=pinpoints)
     return LlavaNextProcessor(image_processor=tiles, **shared)

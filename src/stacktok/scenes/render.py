@@ -93,11 +93,12 @@ def _noise(source: np.random.RandomState, size: int, columns: int, rows: int, am
     """Smooth noise (size, size, 1) in [-amplitude, amplitude] with the given number of grid cells."""
     small = Image.fromarray(source.randint(0, 256, (rows, columns)).astype(np.uint8))
     smooth = np.asarray(small.resize((size, size), Image.Resampling.BILINEAR)).astype(np.int32)
-    return ((smooth - 128) * amplitude // 128)[..., None]
+    scaled: Ints = ((smooth - 128) * amplitude // 128)[..., None]
+    return scaled
 
 
 def _flat(size: int, colour: tuple[int, int, int]) -> Ints:
-    return np.broadcast_to(np.array(colour, dtype=np.int32), (size, size, 3)).copy()
+    return np.full((size, size, 3), colour, dtype=np.int32)
 
 
 def _brick(source: np.random.RandomState, size: int) -> Ints:
@@ -108,7 +109,7 @@ def _brick(source: np.random.RandomState, size: int) -> Ints:
     shifted = x + (row % 2) * (width // 2)
     mortar = (y % height < 2) | (shifted % width < 2)
     shade = source.randint(-22, 23, (size // height + 2, size // width + 3))[row, shifted // width]
-    pixels = _flat(size, (168, 78, 58)) + shade[..., None]
+    pixels: Ints = _flat(size, (168, 78, 58)) + shade[..., None]
     pixels[mortar] = (206, 198, 186)
     return pixels
 
@@ -118,7 +119,9 @@ def _grass(source: np.random.RandomState, size: int) -> Ints:
 
 
 def _sand(source: np.random.RandomState, size: int) -> Ints:
-    return _flat(size, (222, 196, 142)) + _noise(source, size, size // 2, size // 2, 26) + _noise(source, size, 4, 9, 16)
+    return (
+        _flat(size, (222, 196, 142)) + _noise(source, size, size // 2, size // 2, 26) + _noise(source, size, 4, 9, 16)
+    )
 
 
 def _water(source: np.random.RandomState, size: int) -> Ints:
@@ -150,7 +153,8 @@ def _sky(source: np.random.RandomState, size: int) -> Ints:
     clouds = np.maximum(_noise(source, size, 8, 11, 256) - 40, 0)
     fade = (np.arange(size) * 50 // size)[:, None, None]
     base = _flat(size, (122, 184, 240)) + fade * np.array((1, 1, 0), dtype=np.int32)
-    return base + (255 - base) * np.minimum(clouds * 2, 256) // 256
+    lit: Ints = base + (255 - base) * np.minimum(clouds * 2, 256) // 256
+    return lit
 
 
 _TEXTURES = {

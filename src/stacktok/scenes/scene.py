@@ -91,7 +91,9 @@ class Style:
     def __post_init__(self) -> None:
         """Refuse what cannot be laid out."""
         if not 8 <= self.thing_edge[0] <= self.thing_edge[1] <= self.size:
-            raise ValueError(f"thing_edge is {self.thing_edge}; it must rise from at least 8 to at most size {self.size}")
+            raise ValueError(
+                f"thing_edge is {self.thing_edge}; it must rise from at least 8 to at most size {self.size}"
+            )
         if len(self.sign_chances) > 1 and max(self.sign_edge) > self.size:
             raise ValueError(f"sign_edge is {self.sign_edge}; signs must fit into size {self.size}")
 

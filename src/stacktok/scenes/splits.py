@@ -7,7 +7,7 @@ from typing import Final, Literal
 Split = Literal["train", "dev", "test"]
 
 RANGES: Final[dict[Split, range]] = {
-    "train": range(0, 1_000_000_000),
+    "train": range(1_000_000_000),
     "dev": range(1_000_000_000, 1_100_000_000),
     "test": range(1_100_000_000, 1_200_000_000),
 }
@@ -43,5 +43,7 @@ def require_split(seed: int, split: Split) -> int:
     """Return the seed if it belongs to the split, and raise if it does not."""
     found = split_of(seed)
     if found != split:
-        raise ValueError(f"seed {seed} belongs to split {found!r}, not {split!r}; take it from seed_for({split!r}, index)")
+        raise ValueError(
+            f"seed {seed} belongs to split {found!r}, not {split!r}; take it from seed_for({split!r}, index)"
+        )
     return seed
