@@ -10,10 +10,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import AutoModelForImageTextToText, AutoProcessor
-
 from training.config import load_config
 from training.train import Run
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 CONFIG = Path(__file__).resolve().parents[1] / "training" / "configs" / "smoke.yaml"
 
@@ -65,4 +64,4 @@ def test_the_export_loads_offline_with_published_names(whole: Path) -> None:
     for name, weight in model.state_dict().items():
         torch.testing.assert_close(weight, trained[name], rtol=0, atol=0)
     processor = AutoProcessor.from_pretrained(folder)
-    assert processor.tokenizer.tokenize("How many dogs are there?") == "how many dog ##s are there ?".split()
+    assert processor.tokenizer.tokenize("How many dogs?") == ["how", "many", "dog", "##s", "?"]

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -22,16 +24,16 @@ from training.text import build_tokenizer
 
 @dataclass
 class Batch:
-    """Scenes of one step; n patches, t text tokens (several questions in a row, padded).
+    """Scenes of one step; c crops (one view, or base and tiles), n patches per crop, t text tokens.
 
     Parameters
     ----------
     pixels
-        (b, 3, size, size) bytes.
+        (b * c, 3, size, size) bytes.
     corner
-        (b, 2) row and column, in patches, of the window that the pixels are cut from.
+        (b * c, 2) row and column, in patches, of the window that the pixels are cut from.
     words, box, centre, present
-        Patch labels (`PatchLabels`), stacked.
+        Patch labels (`PatchLabels`) of each crop, stacked (b * c, ...).
     ids
         (b, t) tokens of all questions of a scene, each with prompt end and answer.
     block
@@ -105,14 +107,33 @@ def training_questions(scene: Scene, per_family: int) -> list[Question]:
     return asked
 
 
+@dataclass(frozen=True)
+class View:
+    """How a model sees a picture.
+
+    Parameters
+    ----------
+    canvas
+        Edge of the pictures.
+    patch
+        Edge of a patch.
+    tile
+        Edge of a tile where the model takes a base view and tiles; None where it takes the picture as it is.
+    """
+
+    canvas: int
+    patch: int
+    tile: int | None = None
+
+
 class Scenes(Dataset[Batch]):
     """Batch number i holds the scenes i * batch ... (i + 1) * batch - 1 after an offset."""
 
     def __init__(
-        self, styles: tuple[Style, ...], batch: int, first: int, steps: int, canvas: int, patch: int, per_family: int
+        self, styles: tuple[Style, ...], batch: int, first: int, steps: int, view: View, per_family: int
     ) -> None:
         self.styles, self.batch, self.first, self.steps = styles, batch, first, steps
-        self.canvas, self.patch, self.per_family = canvas, patch, per_family
+        self.view, self.per_family = view, per_family
         self.packer = TextPacker()
 
     def __len__(self) -> int:
@@ -122,45 +143,74 @@ class Scenes(Dataset[Batch]):
         # One style per batch, since all pictures of a batch share a size.
         style = self.styles[step % len(self.styles)]
         numbers = (self.first + step * self.batch + k for k in range(self.batch))
-        seeds = [require_split(seed_for("train", number), "train") for number in numbers]
-        placed = [in_window(make_scene(seed, style), self.canvas, self.patch) for seed in seeds]
-        return make_batch(placed, style.size, self.patch, training_questions, self.per_family, self.packer)
-
-
-def in_window(scene: Scene, canvas: int, patch: int) -> tuple[Scene, tuple[int, int]]:
-    """Move a small scene to a random window of a larger canvas; returns it with the window's row and column."""
-    if scene.size == canvas:
-        return scene, (0, 0)
-    draw = Draw(scene.seed + 1)
-    row, column = (draw.integer(0, (canvas - scene.size) // patch) for _ in range(2))
-
-    def moved(box: Box) -> Box:
-        x, y = column * patch, row * patch
-        return box[0] + x, box[1] + y, box[2] + x, box[3] + y
-
-    things = tuple(replace(thing, box=moved(thing.box)) for thing in scene.things)
-    signs = tuple(replace(sign, box=moved(sign.box)) for sign in scene.signs)
-    return replace(scene, size=canvas, things=things, signs=signs), (row, column)
+        scenes = [make_scene(require_split(seed_for("train", number), "train"), style) for number in numbers]
+        return make_batch(scenes, self.view, training_questions, self.per_family, self.packer)
 
 
 def make_batch(
-    placed: list[tuple[Scene, tuple[int, int]]],
-    size: int,
-    patch: int,
+    scenes: list[Scene],
+    view: View,
     ask: Callable[[Scene, int], list[Question]],
     per_family: int,
     packer: TextPacker,
 ) -> Batch:
     """Render, cut, label and pack scenes."""
-    pixels, labels = [], []
-    for scene, (row, column) in placed:
-        image, owners = render_with_owners(scene)
-        area = slice(row * patch, row * patch + size), slice(column * patch, column * patch + size)
-        pixels.append(torch.from_numpy(np.asarray(image)[area].transpose(2, 0, 1).copy()))
-        labels.append(patch_labels(scene, owners[area], patch, (column * patch, row * patch)))
-    text = packer.pack([ask(scene, per_family) for scene, _ in placed])
-    corner = torch.tensor([window for _, window in placed])
-    return Batch(pixels=torch.stack(pixels), corner=corner, **_stack(labels), **text)
+    crops: list[tuple[npt.NDArray[np.uint8], tuple[int, int], PatchLabels]] = []
+    asked = []
+    for small in scenes:
+        scene, corner = in_window(small, view)
+        asked.append(ask(scene, per_family))
+        crops += _window(scene, small.size, corner, view) if view.tile is None else _tiles(scene, view)
+    return Batch(
+        pixels=torch.from_numpy(np.stack([pixels for pixels, _, _ in crops])).permute(0, 3, 1, 2).contiguous(),
+        corner=torch.tensor([corner for _, corner, _ in crops]),
+        **_stack([labels for _, _, labels in crops]),
+        **packer.pack(asked),
+    )
+
+
+def in_window(scene: Scene, view: View) -> tuple[Scene, tuple[int, int]]:
+    """Move a small scene to a random window of a larger canvas; returns it with the window's row and column."""
+    if scene.size == view.canvas:
+        return scene, (0, 0)
+    draw = Draw(scene.seed + 1)
+    row, column = (draw.integer(0, (view.canvas - scene.size) // view.patch) for _ in range(2))
+
+    def moved(box: Box) -> Box:
+        x, y = column * view.patch, row * view.patch
+        return box[0] + x, box[1] + y, box[2] + x, box[3] + y
+
+    things = tuple(replace(thing, box=moved(thing.box)) for thing in scene.things)
+    signs = tuple(replace(sign, box=moved(sign.box)) for sign in scene.signs)
+    return replace(scene, size=view.canvas, things=things, signs=signs), (row, column)
+
+
+Crop = tuple[npt.NDArray[np.uint8], tuple[int, int], PatchLabels]
+
+
+def _window(scene: Scene, size: int, corner: tuple[int, int], view: View) -> list[Crop]:
+    """The part of a picture that holds everything."""
+    image, owners = render_with_owners(scene)
+    top, left = corner[0] * view.patch, corner[1] * view.patch
+    area = slice(top, top + size), slice(left, left + size)
+    return [(np.asarray(image)[area], corner, patch_labels(scene, owners[area], view.patch, (left, top)))]
+
+
+def _tiles(scene: Scene, view: View) -> list[Crop]:
+    """The whole picture at a tile's size, then its tiles, row by row."""
+    if view.tile is None:
+        raise ValueError("view.tile is None; tiles need an edge in pixels")
+    image, owners = render_with_owners(scene)
+    factor = view.canvas // view.tile
+    base = np.asarray(image.resize((view.tile, view.tile), Image.Resampling.BICUBIC))
+    # A base patch shows `factor` times the patch edge of the canvas, so the canvas is labelled in larger cells.
+    crops: list[Crop] = [(base, (0, 0), patch_labels(scene, owners, view.patch * factor))]
+    for top in range(0, view.canvas, view.tile):
+        for left in range(0, view.canvas, view.tile):
+            area = slice(top, top + view.tile), slice(left, left + view.tile)
+            labels = patch_labels(scene, owners[area], view.patch, (left, top)).without_place()
+            crops.append((np.asarray(image)[area], (0, 0), labels))
+    return crops
 
 
 def _stack(labels: list[PatchLabels]) -> dict[str, Tensor]:

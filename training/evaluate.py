@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from stacktok.scenes import DETAIL, STANDARD, FAMILIES, Question, Scene, Split, make_scene, questions, render, seed_for
+from stacktok.scenes import DETAIL, FAMILIES, STANDARD, Question, Scene, Split, make_scene, questions, render, seed_for
 from stacktok.scenes.vocabulary import BACKGROUNDS, CATEGORY, COLOURS
 
 STYLES = {"standard": STANDARD, "detail": DETAIL}
@@ -205,7 +205,9 @@ def main() -> None:
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     for name, value in result["picture"].items():
         low, high = value["interval"]
-        print(f"{name:14} {100 * value['accuracy']:5.1f} %  ({100 * low:.1f} to {100 * high:.1f}), {value['questions']}")
+        print(
+            f"{name:14} {100 * value['accuracy']:5.1f} %  ({100 * low:.1f} to {100 * high:.1f}), {value['questions']}"
+        )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ object's centre and size, and whether the patch is the one that holds the centre
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +53,12 @@ class PatchLabels:
     box: npt.NDArray[np.float32]
     centre: npt.NDArray[np.float32]
     present: npt.NDArray[np.float32]
+
+    def without_place(self) -> PatchLabels:
+        """The same labels less all that a tile cannot know: where in the picture its objects lie."""
+        words = self.words.copy()
+        words[[list(SLOTS).index("horizontal"), list(SLOTS).index("vertical")]] = -1
+        return replace(self, words=words)
 
 
 def patch_labels(

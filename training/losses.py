@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
+from stacktok.scenes.vocabulary import BACKGROUNDS
 from training.data import Batch
 from training.labels import BACKGROUND_WEIGHT, NOUNS, SLOTS
 from training.model import Llava
@@ -41,7 +42,8 @@ class Objective:
         tokenizer = build_tokenizer()
         self.slot_ids = [torch.tensor(tokenizer.convert_tokens_to_ids(list(words))) for words, _ in SLOTS.values()]
         self.prefix = tokenizer("USER: ").input_ids
-        self.first_background = len(NOUNS) - 8
+        self.first_background = len(NOUNS) - len(BACKGROUNDS)
+        self.horizontal = list(SLOTS).index("horizontal")
         self.grid = model.config.vision_config.image_size // model.config.vision_config.patch_size
 
     def encode(self, pixels: Tensor, corner: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,7 +99,7 @@ class Objective:
             else:
                 report[f"align/{name}"] = (logits.argmax(-1) == goal).float().mean().item()
             total = total + weight * (each * weights).sum() / weights.sum()
-        owned = batch.words[:, 0] < self.first_background
+        owned = batch.words[:, self.horizontal] >= 0
         box = functional.smooth_l1_loss(self.heads.box(tokens[owned]), batch.box[owned], beta=0.1)
         flags = self.heads.centre(tokens[owned])[:, 0]
         centre = functional.binary_cross_entropy_with_logits(flags, batch.centre[owned], pos_weight=torch.tensor(4.0))
@@ -109,34 +111,40 @@ class Objective:
         report["align/cls"] = present.item()
         return total + 2.0 * box + 0.5 * centre + 0.5 * present, report
 
-    def language(self, batch: Batch, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Answer every question of every scene in one pass.
+    def sequence(self, tokens: Tensor) -> Tensor:
+        """Visual part of the prompt (b, length, width) from the projected tokens of all crops (b * c, n, width)."""
+        if self.model.config.model_type == "llava":
+            return tokens
+        base, *tiles = tokens.unflatten(0, (-1, 5)).unbind(1)
+        squares = [tile.unflatten(1, (self.grid, self.grid)) for tile in tiles]
+        canvas = torch.cat([torch.cat(squares[:2], dim=2), torch.cat(squares[2:], dim=2)], dim=1)
+        newline = self.model.model.image_newline.expand(len(canvas), canvas.shape[1], 1, -1)
+        return torch.cat([base, torch.cat([canvas, newline], dim=2).flatten(1, 2)], dim=1)
+
+    def answer_logits(self, batch: Batch, tokens: Tensor) -> Tensor:
+        """Logits (b, t, vocabulary) after every text token, all questions of a scene in one pass.
 
         Each question sees the start of the prompt, the picture and itself, at the positions it would have alone.
-
-        Returns
-        -------
-        tuple
-            Loss, and per question-token a bool whether the prediction is right (b, t), True outside answers.
         """
         text = self.model.model.language_model
-        count, visual = tokens.shape[:2]
-        prefix = torch.tensor(self.prefix).expand(count, -1)
-        before = visual + prefix.shape[1]
-        embedded = torch.cat([text.embed_tokens(prefix), tokens, text.embed_tokens(batch.ids)], dim=1)
-        positions = torch.cat([torch.arange(before).expand(count, -1), before + batch.offset], dim=1)
-        out = text(
-            inputs_embeds=embedded,
+        visual = self.sequence(tokens)
+        prefix = torch.tensor(self.prefix).expand(len(visual), -1)
+        before = visual.shape[1] + prefix.shape[1]
+        hidden = text(
+            inputs_embeds=torch.cat([text.embed_tokens(prefix), visual, text.embed_tokens(batch.ids)], dim=1),
             attention_mask=block_mask(batch.block, before),
-            position_ids=positions,
+            position_ids=torch.cat([torch.arange(before).expand(len(visual), -1), before + batch.offset], dim=1),
             use_cache=False,
-        ).last_hidden_state[:, before:]
+        ).last_hidden_state
+        logits: Tensor = self.model.lm_head(hidden[:, before:])
+        return logits
+
+    def language(self, batch: Batch, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss on the answers, and which text tokens (b, t) are predicted right (True outside answers)."""
+        logits = self.answer_logits(batch, tokens)
         chosen = batch.target >= 0
-        logits = self.model.lm_head(out[chosen])
-        loss = functional.cross_entropy(logits, batch.target[chosen])
-        right = torch.ones_like(chosen)
-        right[chosen] = logits.argmax(-1) == batch.target[chosen]
-        return loss, right
+        loss = functional.cross_entropy(logits[chosen], batch.target[chosen])
+        return loss, ~chosen | (logits.argmax(-1) == batch.target)
 
 
 def block_mask(block: Tensor, before: int) -> Tensor:

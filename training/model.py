@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 from transformers import (
+    AutoModelForImageTextToText,
     CLIPVisionConfig,
     LlamaConfig,
     LlavaConfig,
@@ -66,6 +69,21 @@ def build_model(sizes: ModelSizes, seed: int) -> Llava:
         )
     _initialise(model, grid)
     return model.float().eval()
+
+
+@torch.no_grad()
+def start_from(model: Llava, folder: Path) -> None:
+    """Take the weights of an exported model; a smaller picture takes a window from the middle of its positions."""
+    weights = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).state_dict()
+    name = "model.vision_tower.embeddings.position_embedding.weight"
+    own = model.state_dict()[name]
+    there, here = (round((len(table) - 1) ** 0.5) for table in (weights[name], own))
+    edge = (there - here) // 2
+    grid = weights[name][1:].unflatten(0, (there, there))[edge : edge + here, edge : edge + here]
+    weights[name] = torch.cat([weights[name][:1], grid.flatten(0, 1)])
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    if set(missing) - {"model.image_newline"} or unexpected:
+        raise ValueError(f"folder is {folder}; its weights lack {missing} and have {unexpected} beyond this model's")
 
 
 @torch.no_grad()

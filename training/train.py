@@ -19,15 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stacktok.embedded import path
 from stacktok.scenes.questions import FAMILIES, questions
 from stacktok.scenes.scene import Style, make_scene
 from stacktok.scenes.splits import seed_for
 from training.config import Stage, TrainConfig, load_config
 from training.curves import draw_curves
-from training.data import Batch, Scenes, TextPacker, batches, make_batch
+from training.data import Batch, Scenes, TextPacker, View, batches, make_batch
 from training.export import export
 from training.losses import Heads, Objective
-from training.model import build_model
+from training.model import build_model, start_from
 from training.muon import Muon
 
 
@@ -40,6 +41,8 @@ class Run:
         out.mkdir(parents=True, exist_ok=True)
         sizes = config.model
         self.model = build_model(sizes, config.seed)
+        if config.init_from is not None:
+            start_from(self.model, path(config.init_from))
         self.heads = Heads(sizes.vision_hidden, sizes.text_hidden)
         self.objective = Objective(self.model, self.heads)
         named = [*self.model.named_parameters(), *self.heads.named_parameters()]
@@ -52,6 +55,9 @@ class Run:
         self.stage = self.step = 0
         self.seconds = 0.0
         self.packer = TextPacker()
+        tiles = sizes.architecture == "llava_next"
+        tile = sizes.image_size if tiles else None
+        self.view = View(sizes.image_size * (2 if tiles else 1), sizes.patch_size, tile)
 
     @property
     def state_path(self) -> Path:
@@ -138,7 +144,7 @@ class Run:
                     self.log(means)
                     say(self._progress(stage, means))
                     sums.clear()
-                if self.step % self.config.evaluate_every == 0 or self.step == stage.steps:
+                if stage.language and (self.step % self.config.evaluate_every == 0 or self.step == stage.steps):
                     accuracy = self.evaluate()
                     self.log({f"dev/{name}": round(value, 4) for name, value in accuracy.items()})
                     say("   dev " + "  ".join(f"{name} {100 * value:.0f}" for name, value in accuracy.items()))
@@ -163,8 +169,7 @@ class Run:
         # Every stage takes its own hundred million training seeds.
         first = 100_000_000 * (self.stage % 10)
         styles: tuple[Style, ...] = tuple(style.style() for style in stage.scenes)
-        sizes = self.config.model
-        return Scenes(styles, stage.batch, first, stage.steps, sizes.image_size, sizes.patch_size, stage.per_family)
+        return Scenes(styles, stage.batch, first, stage.steps, self.view, stage.per_family)
 
     def _update(self, stage: Stage, batch: Batch) -> dict[str, float]:
         share = self._rate(stage)
@@ -221,14 +226,13 @@ class Run:
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Share of dev questions answered right, per family, by the packed pass (equal to greedy exact match)."""
-        sizes = self.config.model
         style = self.config.stages[-1].scenes[0].style()
         hits: dict[str, list[bool]] = {family: [] for family in FAMILIES}
         names = list(FAMILIES)
         for first in range(0, self.config.evaluate_scenes, 8):
             count = min(8, self.config.evaluate_scenes - first)
-            scenes = [(make_scene(seed_for("dev", first + k), style), (0, 0)) for k in range(count)]
-            batch = make_batch(scenes, style.size, sizes.patch_size, questions, 2, self.packer)
+            scenes = [make_scene(seed_for("dev", first + k), style) for k in range(count)]
+            batch = make_batch(scenes, self.view, questions, 2, self.packer)
             tokens, _ = self.objective.encode(batch.pixels, batch.corner)
             _, right = self.objective.language(batch, tokens)
             for row in range(count):
