@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from training.config import load_config
+from training.config import ModelSizes, load_config
 from training.train import Run
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -65,3 +65,18 @@ def test_the_export_loads_offline_with_published_names(whole: Path) -> None:
         torch.testing.assert_close(weight, trained[name], rtol=0, atol=0)
     processor = AutoProcessor.from_pretrained(folder)
     assert processor.tokenizer.tokenize("How many dogs?") == ["how", "many", "dog", "##s", "?"]
+
+
+def test_tiles_are_fine_tuned_from_one_view(whole: Path, tmp_path: Path) -> None:
+    config = load_config(CONFIG)
+    sizes = ModelSizes(**{**config.model.model_dump(), "architecture": "llava_next", "image_size": 56})
+    (stage,) = (stage for stage in config.stages if stage.name == "whole")
+    update = {"model": sizes, "init_from": str(whole / "export"), "stages": (stage.model_copy(update={"steps": 4}),)}
+    run = Run(config.model_copy(update=update), tmp_path)
+    tower = run.model.state_dict()["model.vision_tower.encoder.layers.0.mlp.fc1.weight"].clone()
+    trained = torch.load(whole / "state.pt", weights_only=True)["model"]
+    torch.testing.assert_close(tower, trained["model.vision_tower.encoder.layers.0.mlp.fc1.weight"], rtol=0, atol=0)
+    run.train(say=lambda line: None)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "export")
+    assert model.config.model_type == "llava_next"
+    assert not torch.equal(model.state_dict()["model.vision_tower.encoder.layers.0.mlp.fc1.weight"], tower)

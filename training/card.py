@@ -132,9 +132,9 @@ def _training(config: TrainConfig, minutes: float) -> str:
         "|---|---|---|---|---|---|\n"
         + "\n".join(rows)
         + "\n\nThe alignment loss pulls every projected patch token towards the word embeddings of what the patch\n"
-        "shows (cosine over the tied embedding table), so that question words and patches share a space; read-outs for an\n"
-        "object's box, its centre patch and the nouns in the picture (from CLS) exist in training only. The language\n"
-        "loss is cross-entropy on answers.\n\n"
+        "shows (cosine over the tied embedding table), so that question words and patches share a space; read-outs\n"
+        "for an object's box, its centre patch and the nouns in the picture (from CLS) exist in training only. The\n"
+        "language loss is cross-entropy on answers.\n\n"
         "No pruned picture is ever seen in training. Stages that see windows smaller than the picture have shorter\n"
         "visual sequences; the last stage has full ones only.\n\n![Learning curves](curves.png)"
     )

@@ -90,7 +90,10 @@ class Stage(_Strict):
 
 
 class TrainConfig(_Strict):
-    """A run: one model, its stages, and how often it reports."""
+    """A run: one model, its stages, and how often it reports.
+
+    `init_from` names the embedded model, or the folder of an exported one, whose weights the run starts from.
+    """
 
     name: str
     seed: int = 0

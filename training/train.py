@@ -42,7 +42,8 @@ class Run:
         sizes = config.model
         self.model = build_model(sizes, config.seed)
         if config.init_from is not None:
-            start_from(self.model, path(config.init_from))
+            folder = Path(config.init_from)
+            start_from(self.model, folder if folder.is_dir() else path(config.init_from))
         self.heads = Heads(sizes.vision_hidden, sizes.text_hidden)
         self.objective = Objective(self.model, self.heads)
         named = [*self.model.named_parameters(), *self.heads.named_parameters()]
@@ -148,9 +149,9 @@ class Run:
                     accuracy = self.evaluate()
                     self.log({f"dev/{name}": round(value, 4) for name, value in accuracy.items()})
                     say("   dev " + "  ".join(f"{name} {100 * value:.0f}" for name, value in accuracy.items()))
+                    draw_curves(self.log_path, self.out / "curves.png", self.config)
                 if now - saved > 60 * self.config.checkpoint_minutes:
                     self.save()
-                    draw_curves(self.log_path, self.out / "curves.png", self.config)
                     saved = time.monotonic()
                 if stop_after is not None and done >= stop_after:
                     return
