@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from stacktok.scenes.vocabulary import BACKGROUNDS
 from training.data import Batch
@@ -130,13 +131,15 @@ class Objective:
         visual = self.sequence(tokens)
         prefix = torch.tensor(self.prefix).expand(len(visual), -1)
         before = visual.shape[1] + prefix.shape[1]
-        hidden = text(
-            inputs_embeds=torch.cat([text.embed_tokens(prefix), visual, text.embed_tokens(batch.ids)], dim=1),
-            attention_mask=block_mask(batch.block, before),
-            position_ids=torch.cat([torch.arange(before).expand(len(visual), -1), before + batch.offset], dim=1),
-            use_cache=False,
-        ).last_hidden_state
-        logits: Tensor = self.model.lm_head(hidden[:, before:])
+        hidden = torch.cat([text.embed_tokens(prefix), visual, text.embed_tokens(batch.ids)], dim=1)
+        place = torch.cat([torch.arange(before).expand(len(visual), -1), before + batch.offset], dim=1)
+        rotation = text.rotary_emb(hidden, position_ids=place)
+        mask = block_mask(batch.block, before)
+        *layers, last = text.layers
+        for layer in layers:
+            hidden = layer(hidden, attention_mask=mask, position_embeddings=rotation)
+        hidden = text.norm(_text_only(last, hidden, mask, rotation, before))
+        logits: Tensor = self.model.lm_head(hidden)
         return logits
 
     def language(self, batch: Batch, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,3 +174,19 @@ def _cls_only(layer: nn.Module, hidden: Tensor) -> Tensor:
     )
     state = hidden[:, 0] + attention.out_proj(mixed.transpose(1, 2).flatten(2))[:, 0]
     return state + layer.mlp(layer.layer_norm2(state))
+
+
+def _text_only(layer: nn.Module, hidden: Tensor, mask: Tensor, rotation: tuple[Tensor, Tensor], before: int) -> Tensor:
+    """Output of a decoder layer for the text after the picture alone (b, t, width); nothing reads the rest of it."""
+    attention = layer.self_attn
+    normed = layer.input_layernorm(hidden)
+
+    def heads(x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+
+    query, key = apply_rotary_pos_emb(heads(attention.q_proj(normed)), heads(attention.k_proj(normed)), *rotation)
+    mixed = functional.scaled_dot_product_attention(
+        query[:, :, before:], key, heads(attention.v_proj(normed)), attn_mask=mask[:, :, before:]
+    )
+    state = hidden[:, before:] + attention.o_proj(mixed.transpose(1, 2).flatten(2))
+    return state + layer.mlp(layer.post_attention_layernorm(state))
