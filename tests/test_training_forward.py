@@ -44,7 +44,7 @@ def test_packed_answers_equal_single_prompts(architecture: str) -> None:
         objective = Objective(model, Heads(64, 64))
         batch = make_batch([scene], view, questions, 1, TextPacker())
         tokens, _ = objective.encode(batch.pixels, batch.corner)
-        packed = objective.answer_logits(batch, tokens)[0]
+        packed = objective.answer_logits(objective.prompt(batch, tokens))[0]
         for number, question in enumerate(asked):
             prompt = processor.apply_chat_template(
                 [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question.text}]}],

@@ -63,10 +63,12 @@ class Stage(_Strict):
         Optimiser steps and scenes per step.
     scenes
         Styles; each batch takes the next one in turn.
-    align, language
-        Weights of the two losses; 0 leaves the loss out.
+    align, language, grounding
+        Weights of the losses; 0 leaves a loss out.
     train_vision
         Whether the vision tower and the projector learn.
+    word_scale
+        Factor by which the word embeddings grow before the stage (`scale_words` in `model.py`).
     per_family
         Questions per family and scene.
     adam, muon
@@ -81,7 +83,9 @@ class Stage(_Strict):
     scenes: tuple[SceneStyle, ...]
     align: float = 1.0
     language: float = 1.0
+    grounding: float = 0.0
     train_vision: bool = True
+    word_scale: float = 1.0
     per_family: int = 2
     adam: float = 6e-4
     muon: float = 2e-3

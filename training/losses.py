@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -27,6 +29,28 @@ class Heads(nn.Module):
         self.present = nn.Linear(vision_hidden, len(NOUNS))
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """Input of the language model.
+
+    Parameters
+    ----------
+    hidden
+        (b, l, width) embeddings: start, picture, questions.
+    rotation
+        Cosines and sines of the positions.
+    mask
+        (b, 1, l, l) which place sees which.
+    before
+        Length of start and picture.
+    """
+
+    hidden: Tensor
+    rotation: tuple[Tensor, Tensor]
+    mask: Tensor
+    before: int
+
+
 class Objective:
     """Losses of a model on a batch.
 
@@ -42,6 +66,9 @@ class Objective:
         self.model, self.heads = model, heads
         tokenizer = build_tokenizer()
         self.slot_ids = [torch.tensor(tokenizer.convert_tokens_to_ids(list(words))) for words, _ in SLOTS.values()]
+        self.word_in_slot = torch.full((len(SLOTS), len(tokenizer)), -1)
+        for index, ids in enumerate(self.slot_ids):
+            self.word_in_slot[index, ids] = torch.arange(len(ids))
         self.prefix = tokenizer("USER: ").input_ids
         self.first_background = len(NOUNS) - len(BACKGROUNDS)
         self.horizontal = list(SLOTS).index("horizontal")
@@ -122,8 +149,8 @@ class Objective:
         newline = self.model.model.image_newline.expand(len(canvas), canvas.shape[1], 1, -1)
         return torch.cat([base, torch.cat([canvas, newline], dim=2).flatten(1, 2)], dim=1)
 
-    def answer_logits(self, batch: Batch, tokens: Tensor) -> Tensor:
-        """Logits (b, t, vocabulary) after every text token, all questions of a scene in one pass.
+    def prompt(self, batch: Batch, tokens: Tensor) -> Prompt:
+        """Start, picture and all questions of each scene in one row.
 
         Each question sees the start of the prompt, the picture and itself, at the positions it would have alone.
         """
@@ -133,18 +160,50 @@ class Objective:
         before = visual.shape[1] + prefix.shape[1]
         hidden = torch.cat([text.embed_tokens(prefix), visual, text.embed_tokens(batch.ids)], dim=1)
         place = torch.cat([torch.arange(before).expand(len(visual), -1), before + batch.offset], dim=1)
-        rotation = text.rotary_emb(hidden, position_ids=place)
-        mask = block_mask(batch.block, before)
+        return Prompt(hidden, text.rotary_emb(hidden, position_ids=place), block_mask(batch.block, before), before)
+
+    def answer_logits(self, prompt: Prompt) -> Tensor:
+        """Logits (b, t, vocabulary) after every text token."""
+        text = self.model.model.language_model
         *layers, last = text.layers
+        hidden = prompt.hidden
         for layer in layers:
-            hidden = layer(hidden, attention_mask=mask, position_embeddings=rotation)
-        hidden = text.norm(_text_only(last, hidden, mask, rotation, before))
-        logits: Tensor = self.model.lm_head(hidden)
+            hidden = layer(hidden, attention_mask=prompt.mask, position_embeddings=prompt.rotation)
+        logits: Tensor = self.model.lm_head(text.norm(_text_only(last, hidden, prompt)))
         return logits
 
-    def language(self, batch: Batch, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def grounding(self, batch: Batch, prompt: Prompt) -> tuple[Tensor, float]:
+        """Make half of the first layer's heads look from a question's word at the patches that show it.
+
+        Returns
+        -------
+        tuple
+            Mean negative log of the attention on those patches, and its mean share.
+        """
+        layer = self.model.model.language_model.layers[0]
+        attention, start = layer.self_attn, prompt.before - batch.words.shape[-1]
+        normed = layer.input_layernorm(prompt.hidden)
+        heads = attention.config.num_attention_heads // 2
+        width = heads * attention.head_dim
+
+        def half(linear: nn.Linear) -> Tensor:
+            return functional.linear(normed, linear.weight[:width]).unflatten(-1, (heads, -1)).transpose(1, 2)
+
+        query, key = apply_rotary_pos_emb(half(attention.q_proj), half(attention.k_proj), *prompt.rotation)
+        scores = query[:, :, prompt.before :] @ key.mT * attention.scaling
+        scores = scores.masked_fill(~prompt.mask[:, :, prompt.before :], -torch.inf).log_softmax(-1)
+        shown = torch.zeros(*batch.ids.shape, batch.words.shape[-1], dtype=torch.bool)
+        for index, words in enumerate(self.word_in_slot):
+            word = words[batch.ids]
+            shown |= (word[:, :, None] == batch.words[:, index, None, :]) & (word >= 0)[:, :, None]
+        useful = shown.any(-1)
+        seen = scores[..., start : prompt.before].transpose(1, 2)[useful]
+        mass = seen.masked_fill(~shown[useful][:, None], -torch.inf).logsumexp(-1)
+        return -mass.mean(), mass.exp().mean().item()
+
+    def language(self, batch: Batch, prompt: Prompt) -> tuple[Tensor, Tensor]:
         """Loss on the answers, and which text tokens (b, t) are predicted right (True outside answers)."""
-        logits = self.answer_logits(batch, tokens)
+        logits = self.answer_logits(prompt)
         chosen = batch.target >= 0
         loss = functional.cross_entropy(logits[chosen], batch.target[chosen])
         return loss, ~chosen | (logits.argmax(-1) == batch.target)
@@ -176,7 +235,7 @@ def _cls_only(layer: nn.Module, hidden: Tensor) -> Tensor:
     return state + layer.mlp(layer.layer_norm2(state))
 
 
-def _text_only(layer: nn.Module, hidden: Tensor, mask: Tensor, rotation: tuple[Tensor, Tensor], before: int) -> Tensor:
+def _text_only(layer: nn.Module, hidden: Tensor, prompt: Prompt) -> Tensor:
     """Output of a decoder layer for the text after the picture alone (b, t, width); nothing reads the rest of it."""
     attention = layer.self_attn
     normed = layer.input_layernorm(hidden)
@@ -184,9 +243,13 @@ def _text_only(layer: nn.Module, hidden: Tensor, mask: Tensor, rotation: tuple[T
     def heads(x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
 
-    query, key = apply_rotary_pos_emb(heads(attention.q_proj(normed)), heads(attention.k_proj(normed)), *rotation)
+    query, key = heads(attention.q_proj(normed)), heads(attention.k_proj(normed))
+    query, key = apply_rotary_pos_emb(query, key, *prompt.rotation)
     mixed = functional.scaled_dot_product_attention(
-        query[:, :, before:], key, heads(attention.v_proj(normed)), attn_mask=mask[:, :, before:]
+        query[:, :, prompt.before :],
+        key,
+        heads(attention.v_proj(normed)),
+        attn_mask=prompt.mask[:, :, prompt.before :],
     )
-    state = hidden[:, before:] + attention.o_proj(mixed.transpose(1, 2).flatten(2))
+    state = hidden[:, prompt.before :] + attention.o_proj(mixed.transpose(1, 2).flatten(2))
     return state + layer.mlp(layer.post_attention_layernorm(state))

@@ -108,6 +108,18 @@ def _initialise(model: Llava, grid: int) -> None:
         attention.k_proj.weight.copy_(attention.q_proj.weight)
 
 
+@torch.no_grad()
+def scale_words(model: Llava, factor: float) -> None:
+    """Enlarge the word embeddings and shrink the last norm by as much, so that tied logits stay as they are.
+
+    Small words drown in what the first layer adds, and later layers no longer know which word a place holds; words
+    that start large take long to be overruled by an answer.
+    """
+    text = model.model.language_model
+    text.embed_tokens.weight.mul_(factor)
+    text.norm.weight.div_(factor)
+
+
 def _linears(module: nn.Module) -> list[nn.Linear]:
     return [child for child in module.modules() if isinstance(child, nn.Linear)]
 

@@ -28,7 +28,7 @@ from training.curves import draw_curves
 from training.data import Batch, Scenes, TextPacker, View, batches, make_batch
 from training.export import export
 from training.losses import Heads, Objective
-from training.model import build_model, start_from
+from training.model import build_model, scale_words, start_from
 from training.muon import Muon
 
 
@@ -129,6 +129,8 @@ class Run:
             stage = self.config.stages[self.stage]
             for parameter in [*self.model.model.vision_tower.parameters(), *self._projector()]:
                 parameter.requires_grad_(stage.train_vision)
+            if self.step == 0:
+                scale_words(self.model, stage.word_scale)
             data = self._data(stage)
             clock = time.monotonic()
             sums: dict[str, list[float]] = defaultdict(list)
@@ -197,7 +199,11 @@ class Run:
             report["align"] = align.item()
             total = total + stage.align * align
         if stage.language:
-            language, right = self.objective.language(batch, tokens)
+            prompt = self.objective.prompt(batch, tokens)
+            if stage.grounding:
+                grounding, report["grounding"] = self.objective.grounding(batch, prompt)
+                total = total + stage.grounding * grounding
+            language, right = self.objective.language(batch, prompt)
             report["language"] = language.item()
             total = total + stage.language * language
             chosen = batch.target >= 0
@@ -235,7 +241,7 @@ class Run:
             scenes = [make_scene(seed_for("dev", first + k), style) for k in range(count)]
             batch = make_batch(scenes, self.view, questions, 2, self.packer)
             tokens, _ = self.objective.encode(batch.pixels, batch.corner)
-            _, right = self.objective.language(batch, tokens)
+            _, right = self.objective.language(batch, self.objective.prompt(batch, tokens))
             for row in range(count):
                 for number in range(int(batch.block[row].max()) + 1):
                     mine = batch.block[row] == number
