@@ -134,8 +134,8 @@ def _training(config: TrainConfig, minutes: float) -> str:
         + "\n\nThe alignment loss pulls every projected patch token towards the word embeddings of what the patch\n"
         "shows (cosine over the tied embedding table), so that question words and patches share a space; read-outs\n"
         "for an object's box, its centre patch and the nouns in the picture (from CLS) exist in training only. The\n"
-        "language loss is cross-entropy on answers. The grounding loss makes half of the first layer's heads look from\n"
-        "a question's word at the patches that show it.\n\n"
+        "language loss is cross-entropy on answers. The grounding loss makes half of the first layer's heads look\n"
+        "from a question's word at the patches that show it.\n\n"
         "No pruned picture is ever seen in training. Stages that see windows smaller than the picture have shorter\n"
         f"visual sequences; the later ones have full ones only.\n\n{config.notes}![Learning curves](curves.png)"
     )
