@@ -5,6 +5,8 @@ The selector needs torch, numpy and numba alone; what needs more lives in rooms 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from stacktok.core.affinity import affinities
 from stacktok.core.batch import select_batch
 from stacktok.core.crops import (
@@ -18,6 +20,9 @@ from stacktok.core.parameters import Parameters
 from stacktok.core.record import CropSelection, Selection, Swap
 from stacktok.core.selection import PreparedImage, prepare, select, select_from_affinities
 
+if TYPE_CHECKING:
+    from stacktok.methods.stacktok import StackTok
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -27,6 +32,7 @@ __all__ = [
     "PreparedCrops",
     "PreparedImage",
     "Selection",
+    "StackTok",
     "Swap",
     "affinities",
     "prepare",
@@ -37,3 +43,11 @@ __all__ = [
     "select_crops_from_affinities",
     "select_from_affinities",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "StackTok":
+        from stacktok.methods.stacktok import StackTok
+
+        return StackTok
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

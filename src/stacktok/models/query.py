@@ -1,0 +1,145 @@
+"""The query: which of the prompt's words the selector sees, and how they become rows.
+
+Inside a hook only token ids are known. They are decoded, the last user turn is cut out by the chat template's own
+markers, and its words are tokenised one by one. Every function here works on plain text and a tokenizer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+ANSWER_FORMATS = (
+    "Answer the question using a single word or phrase.",
+    "Answer with the option's letter from the given choices directly.",
+)
+"""Sentences that benchmarks append; they ask for a format, not for a part of the image."""
+
+FUNCTION_WORDS = frozenset(
+    "a an the is are was were be been being have has had do does did it they he she we you i what where when why how "
+    "who which and or but so if then question answer to for with by from at into onto upon".split()
+)
+"""The 47 words on which the literature's numbers are based."""
+
+
+class Markers(NamedTuple):
+    """Text that opens and closes a user turn in a rendered prompt."""
+
+    begin: str
+    end: str
+
+
+KNOWN_MARKERS = (
+    Markers("<|im_start|>user", "<|im_end|>"),
+    Markers("<|start_header_id|>user<|end_header_id|>", "<|eot_id|>"),
+    Markers("[INST]", "[/INST]"),
+    Markers("USER:", "ASSISTANT:"),
+)
+"""ChatML, Llama 3, Mistral and Vicuna: for prompts written by hand, and processors without a template."""
+
+# Two turns whose texts cannot occur in a template, so that what stands around them is the template's own.
+_PROBES = ("\u2780stacktok\u2781", "\u2782stacktok\u2783", "\u2784stacktok\u2785")
+
+
+def content_words(text: str) -> list[str]:
+    """Words of a question that name things: answer-format sentences and function words dropped, case and repeats kept.
+
+    Where nothing is left, the words of the unfiltered text.
+    """
+    for sentence in ANSWER_FORMATS:
+        text = text.replace(sentence, "")
+    kept = [word for word in re.findall(r"\b\w+\b", text) if word.lower() not in FUNCTION_WORDS]
+    return kept or text.split()
+
+
+def question_words(text: str) -> list[str]:
+    """Words of "Question: " followed by the unfiltered text; none for an empty text."""
+    return ["Question:", *text.split()] if text.strip() else []
+
+
+def word_ids(tokenizer: Any, words: Sequence[str]) -> list[int]:
+    """Token ids of the words, each tokenised as a word of its own, without special tokens."""
+    if not words:
+        return []
+    encoded = tokenizer(list(words), add_special_tokens=False)["input_ids"]
+    return [int(token) for ids in encoded for token in ids]
+
+
+def template_markers(render: Callable[[list[dict[str, Any]]], str]) -> Markers | None:
+    """The markers of a chat template, found by rendering a conversation and looking at what surrounds the user's words.
+
+    Parameters
+    ----------
+    render
+        Renders a conversation, generation prompt included.
+    """
+    for content in (lambda text: [{"type": "text", "text": text}], lambda text: text):
+        roles = ("user", "assistant", "user")
+        conversation = [{"role": role, "content": content(probe)} for role, probe in zip(roles, _PROBES, strict=True)]
+        # A template may want its content in the other form, or refuse a probe in whatever way its author chose.
+        try:
+            rendered = render(conversation)
+        except Exception:
+            continue
+        if all(rendered.count(probe) == 1 for probe in _PROBES):
+            before, after_user, before_user, after = _around(rendered, _PROBES)
+            begin = _common_suffix(before, before_user).strip()
+            end = _common_prefix(after_user, after).strip()
+            if begin and end:
+                return Markers(begin.splitlines()[-1], end.splitlines()[0])
+    return None
+
+
+def processor_markers(processor: Any) -> tuple[Markers, ...]:
+    """Markers to look for in a processor's prompts: those of its own chat template first."""
+    for owner in (processor, getattr(processor, "tokenizer", None)):
+        if getattr(owner, "chat_template", None):
+            found = template_markers(
+                lambda turns, owner=owner: owner.apply_chat_template(  # type: ignore[misc]
+                    turns, tokenize=False, add_generation_prompt=True
+                )
+            )
+            if found is not None:
+                return (found, *(markers for markers in KNOWN_MARKERS if markers != found))
+    return KNOWN_MARKERS
+
+
+def last_user_turn(text: str, markers: Iterable[Markers]) -> str | None:
+    """The text of the last user turn, or None where no marker is found."""
+    for begin, end in markers:
+        start = text.rfind(begin)
+        if start >= 0:
+            turn = text[start + len(begin) :]
+            return turn.split(end, 1)[0]
+    return None
+
+
+def without_special_tokens(text: str, tokenizer: Any) -> str:
+    """The text with the tokenizer's special tokens, image and video markers among them, taken out."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {str(token) for token in tokenizer.all_special_tokens}
+    special.update(str(token) for token in added.values() if getattr(token, "special", False))
+    special.update(("<image>", "<video>"))
+    for token in sorted(special, key=len, reverse=True):
+        text = text.replace(token, " ")
+    return text.strip()
+
+
+def _around(text: str, probes: Sequence[str]) -> list[str]:
+    pieces = []
+    for probe in probes:
+        piece, text = text.split(probe, 1)
+        pieces.append(piece)
+    return [*pieces, text]
+
+
+def _common_prefix(a: str, b: str) -> str:
+    size = 0
+    while size < min(len(a), len(b)) and a[size] == b[size]:
+        size += 1
+    return a[:size]
+
+
+def _common_suffix(a: str, b: str) -> str:
+    return _common_prefix(a[::-1], b[::-1])[::-1]

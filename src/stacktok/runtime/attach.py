@@ -1,0 +1,69 @@
+"""Attaching a method to a model: hooks on this model object alone, all of them gone on exit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, cast
+
+from stacktok.models.base import ModelAdapter, adapter_for
+from stacktok.runtime.run import Pruned
+from stacktok.runtime.session import FeatureTap, Session
+
+if TYPE_CHECKING:
+    from stacktok.methods.base import FeatureMethod, Method
+
+
+class Attachment:
+    """A method on a model, as a context manager; made by calling a method.
+
+    Entering checks the model, sets the hooks and returns a `Pruned`; leaving, by exception too, takes them away.
+
+    Parameters
+    ----------
+    method, model, processor, adapter
+        As in `Method.__call__`.
+    """
+
+    def __init__(self, method: Method, model: Any, processor: Any, adapter: ModelAdapter | None = None) -> None:
+        # torch.compile wraps a model in a module that passes attributes through; hooks belong on the model inside.
+        self.model = getattr(model, "_orig_mod", model)
+        self.method, self.processor = method, processor
+        self.adapter = adapter if adapter is not None else adapter_for(self.model)
+        if getattr(processor, "tokenizer", None) is None:
+            raise TypeError(
+                f"processor has type {type(processor).__name__} and no tokenizer; give the model's AutoProcessor"
+            )
+        if method.stage != "before":
+            raise ValueError(
+                f"{type(method).__name__} works at stage {method.stage!r}, which this runtime does not know"
+            )
+        if self.adapter.mrope and method.positions == "compact":
+            raise ValueError(
+                f"positions='compact' is not defined for {self.adapter.family}, whose positions are (t, h, w); "
+                "use 'kept' or None"
+            )
+        self._undo: list[Callable[[], object]] = []
+
+    def __enter__(self) -> Pruned:
+        taps = vars(self.adapter.base(self.model)).values()
+        if any(isinstance(tap, FeatureTap) for tap in taps):
+            raise ValueError(
+                f"this {type(self.model).__name__} is already being pruned; leave the first with block before another"
+            )
+        session = Session(cast("FeatureMethod", self.method), self.model, self.processor, self.adapter)
+        try:
+            session.attach(self._undo)
+        except BaseException:
+            self._detach()
+            raise
+        return session.run
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._detach()
+
+    def _detach(self) -> None:
+        while self._undo:
+            self._undo.pop()()

@@ -1,0 +1,133 @@
+"""The record of a run, and what a user may change while it lasts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+from stacktok.core.budget import Budget, budget_share
+from stacktok.core.tokens import EncodedImage, Reduction
+
+
+class FromPrompt(Enum):
+    """The query is read from the prompt's last user turn."""
+
+    PROMPT = "the prompt's last user turn"
+
+
+PROMPT = FromPrompt.PROMPT
+"""Value of `Pruned.query` that reads the query from the prompt."""
+
+OneQuery = str | torch.Tensor | None
+Query = OneQuery | FromPrompt | Sequence[OneQuery]
+
+
+@dataclass(frozen=True, eq=False)
+class ImageResult:
+    """What became of one image of the last pruned prompt.
+
+    Attributes
+    ----------
+    row, modality
+        Row of the batch (of prompts, whatever the number of beams), and "image" or "video".
+    before, after
+        Rows of the language model's input that the image took without and with pruning, separators included.
+    query
+        The words that the selector saw, or None where it was given embeddings or no query.
+    image, reduction
+        What the method was given and what it returned.
+    """
+
+    row: int
+    modality: str
+    before: int
+    after: int
+    query: str | None
+    image: EncodedImage
+    reduction: Reduction
+
+    @property
+    def selection(self) -> Any:
+        """The method's record: a `Selection`, or a `CropSelection` for several crops."""
+        return self.reduction.record
+
+    @property
+    def seconds(self) -> float:
+        """Time of the selection."""
+        return self.reduction.seconds
+
+    def __repr__(self) -> str:
+        return (
+            f"ImageResult(row {self.row}, {self.modality}: {self.before} -> {self.after} tokens in "
+            f"{1000 * self.seconds:.1f} ms, query {self.query!r}, {self.selection!r})"
+        )
+
+
+class Pruned:
+    """A model while it is pruned.
+
+    Attributes
+    ----------
+    last
+        One `ImageResult` per image of the last pruned prompt or batch, in order.
+    kept_positions
+        For every column that the language model was given, the column of the unpruned prompt that it stands for, (B, L),
+        -1 in padding: logits of a plain ``forward`` have these columns. None where the last call was not pruned.
+    seconds
+        Time spent on the last pruned prompt or batch beyond the model's own: query, selection and compaction.
+    """
+
+    def __init__(self, budget: Budget | None) -> None:
+        self.last: tuple[ImageResult, ...] = ()
+        self.kept_positions: torch.Tensor | None = None
+        self.seconds = 0.0
+        self._budget = budget
+        self._query: Query = PROMPT
+
+    @property
+    def budget(self) -> Budget | None:
+        """Tokens to keep, for the calls to come; None bypasses pruning."""
+        return self._budget
+
+    @budget.setter
+    def budget(self, budget: Budget | None) -> None:
+        if budget is not None:
+            budget_share(budget)
+        self._budget = budget
+
+    @property
+    def query(self) -> Query:
+        """The query, for the calls to come.
+
+        `PROMPT` (the default) reads it from each prompt; a text is treated as a user's words; a tensor (m, d) is taken
+        as embeddings; None selects by coverage alone. A list gives one of these per row of the batch.
+        """
+        return self._query
+
+    @query.setter
+    def query(self, query: Query) -> None:
+        entries = query if isinstance(query, (list, tuple)) else [query]
+        for entry in entries:
+            if not (entry is None or entry is PROMPT or isinstance(entry, (str, torch.Tensor))):
+                raise TypeError(
+                    f"query has type {type(entry).__name__}; give a text, embeddings (m, d), None, PROMPT, or a list "
+                    "with one of them per row"
+                )
+        self._query = query
+
+    @property
+    def before(self) -> int:
+        """Tokens of all images of the last pruned call, without pruning."""
+        return sum(result.before for result in self.last)
+
+    @property
+    def after(self) -> int:
+        """Tokens of all images of the last pruned call, as the language model got them."""
+        return sum(result.after for result in self.last)
+
+    def __repr__(self) -> str:
+        return f"Pruned(budget={self.budget!r}, last={list(self.last)!r})"
