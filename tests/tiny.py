@@ -124,7 +124,9 @@ class Tiny:
 
 def picture(width: int = 96, height: int = 64, seed: int = 0) -> Image.Image:
     """A picture with some structure: random blocks of colour."""
-    blocks = np.random.default_rng(seed).integers(0, 256, (max(1, height // 12), max(1, width // 12), 3), dtype=np.uint8)
+    blocks = np.random.default_rng(seed).integers(
+        0, 256, (max(1, height // 12), max(1, width // 12), 3), dtype=np.uint8
+    )
     return Image.fromarray(blocks).resize((width, height), Image.Resampling.BICUBIC)
 
 
@@ -275,7 +277,9 @@ def qwen(hidden: int = 32) -> Tiny:
     return _finish("qwen2_5_vl", transformers.Qwen2_5_VLForConditionalGeneration(config), processor)
 
 
-def video_inputs(tiny: Tiny, question: str, grids: list[tuple[int, int, int]], seed: int = 0) -> dict[str, torch.Tensor]:
+def video_inputs(
+    tiny: Tiny, question: str, grids: list[tuple[int, int, int]], seed: int = 0
+) -> dict[str, torch.Tensor]:
     """Inputs of one prompt with videos, their pixels made by hand; grids are (t, h, w) in patches."""
     tokenizer = tiny.processor.tokenizer
     content = [{"type": "video"}] * len(grids) + [{"type": "text", "text": question}]
