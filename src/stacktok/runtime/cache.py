@@ -30,6 +30,8 @@ class CacheState:
         The position that comes next in fact, (B,).
     from_prompt
         Whether the kept tokens were chosen for the question in the prompt.
+    text_from
+        First column after the last image: what follows is text, and may be cut off again.
     """
 
     valid: torch.Tensor
@@ -37,6 +39,7 @@ class CacheState:
     next_original: torch.Tensor
     next_used: torch.Tensor
     from_prompt: bool
+    text_from: int
 
     @property
     def length(self) -> int:
@@ -59,6 +62,24 @@ class CacheState:
             self.next_original.repeat_interleave(times, 0),
             self.next_used.repeat_interleave(times, 0),
             self.from_prompt,
+            self.text_from,
+        )
+
+    def cut(self, length: int) -> CacheState:
+        """The state of a cache that was cut to ``length`` columns, as assisted decoding does with rejected tokens."""
+        if length < self.text_from:
+            raise ValueError(
+                f"past_key_values was cut to {length} columns, into a pruned image that ends at {self.text_from}; "
+                "cut no further, or start without past_key_values"
+            )
+        lost = self.length - length
+        return CacheState(
+            self.valid[:, :length],
+            self.padded,
+            self.next_original - lost,
+            self.next_used - lost,
+            self.from_prompt,
+            self.text_from,
         )
 
     def mask(self, past: int, new: torch.Tensor) -> torch.Tensor:
@@ -75,12 +96,7 @@ def state_of(cache: Any) -> tuple[CacheState | None, int]:
     past = int(cache.get_seq_length())
     state: CacheState | None = getattr(cache, _ATTRIBUTE, None)
     if state is not None and past < state.length:
-        if past:
-            raise ValueError(
-                f"past_key_values was cut to {past} columns, into a pruned prompt of {state.length}; "
-                "cut no further than the prompt, or start without past_key_values"
-            )
-        state = None
+        state = state.cut(past) if past else None
     return state, past
 
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import threading
 import time
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -82,6 +84,17 @@ class Encoded:
     seconds: float
     decided: dict[Hashable, tuple[Question, list[Reduction]]] = field(default_factory=dict)
 
+    def index(self, rows: torch.Tensor) -> int:
+        """The image that a tensor of the output belongs to.
+
+        A device map may have copied the output between encoder and model; images with equal features are alike.
+        """
+        for same in (operator.is_, _equal_rows):
+            for index, own in enumerate(self.features):
+                if same(own, rows):
+                    return index
+        raise ValueError("the image features were changed after encoding; pass the encoder's output as it was")
+
 
 @dataclass(eq=False)
 class Call:
@@ -101,7 +114,7 @@ class _Feed:
 
     def __init__(self, modality: str, encoded: Encoded, features: Sequence[torch.Tensor]) -> None:
         self.modality, self.encoded = modality, encoded
-        self._indices = [next(i for i, own in enumerate(encoded.features) if own is rows) for rows in features]
+        self._indices = [encoded.index(rows) for rows in features]
         self._next = 0
         self.times = max(1, len(features) // max(1, len(encoded.features)))
 
@@ -181,7 +194,21 @@ class Session:
             )
         encoded = Encoded(images, features, time.perf_counter() - begin)
         setattr(output, _ATTRIBUTE, encoded)
+        self._local.__dict__.setdefault("latest", {})[modality] = weakref.ref(encoded)
         return encoded
+
+    def _encoded(self, modality: str, output: Any) -> Encoded:
+        """The images behind an encoder output, which may be a copy that a device map made of the noted one."""
+        encoded: Encoded | None = getattr(output, _ATTRIBUTE, None)
+        if encoded is not None:
+            return encoded
+        latest: dict[str, weakref.ref[Encoded]] = getattr(self._local, "latest", {})
+        encoded = latest[modality]() if modality in latest else None
+        if encoded is not None and len(output.pooler_output) % len(encoded.features) == 0:
+            own, rows = encoded.features[0], output.pooler_output[0]
+            if own is rows or _equal_rows(own, rows):
+                return encoded
+        return self._encode(modality, output, {})
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note the prompt, and make a continued cache consistent before the base model counts on it."""
@@ -233,7 +260,7 @@ class Session:
             self.run.kept_positions = None
         if call.outputs and budget is not None:
             shorter = self._compact(call, budget, kwargs)
-            read = sum(getattr(output, _ATTRIBUTE).seconds for output in call.outputs.values())
+            read = sum(self._encoded(modality, output).seconds for modality, output in call.outputs.items())
             self.run.seconds = time.perf_counter() - begin + read
         if shorter is None and call.state is not None:
             shorter = self._continue(call, call.state, kwargs)
@@ -276,6 +303,7 @@ class Session:
             next_original=(_last(original) if valid[:, -1].all() else _largest(original)) + 1,
             next_used=_largest(positions) + 1,
             from_prompt=self.run.query is PROMPT,
+            text_from=call.past + _text_from(layout, spans),
         )
         return {
             **kwargs,
@@ -321,10 +349,7 @@ class Session:
         feeds: dict[str, _Feed] = {}
         placeholders: dict[str, Mask] = {}
         for modality, output in call.outputs.items():
-            encoded = getattr(output, _ATTRIBUTE, None)
-            if encoded is None:
-                encoded = self._encode(modality, output, {})
-            feeds[modality] = _Feed(modality, encoded, output.pooler_output)
+            feeds[modality] = _Feed(modality, self._encoded(modality, output), output.pooler_output)
             placeholders[modality] = self._placeholders(call, modality, embeds)
         times = next(iter(feeds.values())).times
         queries = self._queries(len(valid) // times)
@@ -408,7 +433,9 @@ class Session:
             return None
         if call is not None and call.layout is not None:
             kept = call.layout.valid.to(labels.device)
-            labels = gather_columns(labels, call.layout).masked_fill(~kept, -100)
+            # The first token of a row is predicted from padding, which says nothing.
+            told = kept & kept.roll(1, dims=1)
+            labels = gather_columns(labels, call.layout).masked_fill(~told, -100)
         named = inspect.signature(module.forward).parameters
         extra = {name: value for name, value in kwargs.items() if name not in named}
         logits = output.logits if hasattr(output, "logits") else output[0]
@@ -418,6 +445,19 @@ class Session:
         if isinstance(output, tuple):
             return (loss, *output)
         return type(output)(**{**output, "loss": loss})
+
+
+def _text_from(layout: Layout, spans: Sequence[Sequence[Span]]) -> int:
+    """First column of the compacted batch that follows every image."""
+    ends = [0]
+    for columns, row in zip(layout.origin.numpy(), spans, strict=True):
+        held = np.isin(columns, np.concatenate([span.columns for span in row])) if row else np.zeros(1)
+        ends.append(int(np.flatnonzero(held)[-1]) + 1 if held.any() else 0)
+    return max(ends)
+
+
+def _equal_rows(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b.to(a.device))
 
 
 def _last(positions: torch.Tensor) -> torch.Tensor:
