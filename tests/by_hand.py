@@ -1,7 +1,7 @@
 """The independent computation that pruned runs are held against.
 
-Features come straight from the model's parts, tokens are found in the unpruned input by comparing rows, rows are deleted
-one by one, and the stock language model runs on what is left, every step from scratch and without a cache.
+Features come straight from the model's parts, tokens are found in the unpruned input by comparing rows, rows are
+deleted one by one, and the stock language model runs on what is left, every step from scratch and without a cache.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tiny import Tiny
 
 from stacktok import Crop, select, select_crops
+from tiny import Tiny
 
 
 def stock_inputs(tiny: Tiny, inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -63,7 +63,7 @@ def crops_of(tiny: Tiny, inputs: Any) -> list[tuple[list[Crop], torch.Tensor]]:
         if pixels not in inputs:
             continue
         seen: list[torch.Tensor] = []
-        handle = base.visual.merger.register_forward_hook(lambda m, a, out: seen.extend((a[0], out)))
+        handle = base.visual.merger.register_forward_hook(lambda m, a, out, seen=seen: seen.extend((a[0], out)))
         grids = inputs[f"{modality}_grid_thw"]
         features = getattr(base, f"get_{modality}_features")(inputs[pixels], grids).pooler_output
         handle.remove()
@@ -85,11 +85,19 @@ def kept_rows(
         return select(crops[0].vision, crops[0].projected, query, budget, **settings).indices.tolist()
     if tiny.family == "llava_next":
         # A token is eligible if the model itself gives it a row; newlines equal no token.
-        crops = [Crop(c.vision, c.projected, [_has_row(z, rows) for z in c.projected]) for c in crops]
-        crops = [Crop(c.vision, c.projected, torch.tensor(c.eligible)) for c in crops]
+        n = len(crops[0].projected)
+        parts = [rows[:n]] + [rows[n:]] * (len(crops) - 1)
+        crops = [
+            Crop(c.vision, c.projected, torch.tensor([_has_row(z, part) for z in c.projected]))
+            for c, part in zip(crops, parts, strict=True)
+        ]
     chosen = select_crops(crops, query, budget, **settings)
-    kept = torch.cat([c.projected[torch.tensor(i)] for c, i in zip(crops, chosen.indices, strict=True)])
-    found = [_row_of(z, rows) for z in kept]
+    # The base view fills the first rows; a tile may be its twin, so each is looked for in its own part.
+    base = len(crops[0].projected) if tiny.family == "llava_next" else 0
+    found = []
+    for number, (crop, indices) in enumerate(zip(crops, chosen.indices, strict=True)):
+        first, last = (0, base or len(rows)) if number == 0 else (base, len(rows))
+        found += [first + _row_of(crop.projected[i], rows[first:last]) for i in indices.tolist()]
     return sorted(found)
 
 

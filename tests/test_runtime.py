@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+
 from by_hand import pruned_by_hand, query_rows
+from stacktok import StackTok
 from test_pruned_models import FAMILIES, LOOSE, QUESTIONS, greedy, words
 from tiny import build, llava, picture, video_inputs
-
-from stacktok import StackTok
 
 THREE = ("llava", "llava_next", "qwen2_5_vl")
 BATCH = [
@@ -410,7 +410,7 @@ def test_a_model_without_an_adapter_is_refused_with_the_list_of_those_that_have_
 
 def test_compact_positions_are_refused_for_mrope() -> None:
     tiny = build("qwen2_5_vl")
-    with pytest.raises(ValueError, match="positions='compact' is not defined for Qwen2.5-VL"):
+    with pytest.raises(ValueError, match=r"positions='compact' is not defined for Qwen2\.5-VL"):
         StackTok(budget=4, positions="compact")(tiny.model, tiny.processor)
 
 

@@ -114,8 +114,8 @@ def inside_border(pixels: torch.Tensor, grid: tuple[int, int], colour: torch.Ten
         return None
     flat = ((pixels - colour.to(pixels)[:, None, None]).abs() <= _SAME_COLOUR).all(0)
     patches = flat.reshape(rows, height // rows, columns, width // columns).all(3).all(1).cpu().numpy()
-    top, bottom = _content(patches.all(axis=1))
-    left, right = _content(patches.all(axis=0))
+    top, bottom = _content(np.all(patches, axis=1))
+    left, right = _content(np.all(patches, axis=0))
     if (top, bottom, left, right) == (0, rows, 0, columns) or top >= bottom:
         return None
     inside = np.zeros(grid, dtype=np.bool_)

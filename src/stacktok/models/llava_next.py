@@ -28,7 +28,8 @@ class LlavaNextAdapter(ModelAdapter):
         """Base view and tiles of each image."""
         if arguments.get("image_sizes") is None:
             raise ValueError(
-                "image features of LLaVA-NeXT need their image_sizes; compute them inside the with block, or pass pixel_values"
+                "image features of LLaVA-NeXT need their image_sizes; compute them inside the with block, "
+                "or pass pixel_values"
             )
         vision = tower_features(output.hidden_states, *feature_choice(arguments, model.config))
         config = model.config
@@ -64,30 +65,32 @@ class CanvasLayout:
     """
 
     def __init__(self, side: int, tile_rows: int, tile_columns: int, size: Sequence[int]) -> None:
-        from transformers.models.llava_next.modeling_llava_next import unpad_image
+        from transformers.models.llava_next import modeling_llava_next
 
+        stock: Any = modeling_llava_next
         self.side, self.tiles = side, tile_rows * tile_columns
         n = side * side
         tokens = torch.arange(self.tiles * n).view(tile_rows, tile_columns, side, side)
         canvas = tokens.permute(0, 2, 1, 3).reshape(tile_rows * side, tile_columns * side)
-        kept = unpad_image(canvas[None], list(size))[0].numpy()
+        kept = stock.unpad_image(canvas[None], list(size))[0].numpy()
         rows, columns = kept.shape
         line = np.repeat(np.arange(rows), columns).reshape(rows, columns)
-        self.places = np.full(self.tiles * n, -1, dtype=np.int64)
-        self.lines = np.full(self.tiles * n, -1, dtype=np.int64)
-        self.places[kept] = n + line * (columns + 1) + np.arange(columns)
-        self.lines[kept] = line
-        self.places, self.lines = self.places.reshape(-1, n), self.lines.reshape(-1, n)
+        places, lines = np.full(self.tiles * n, -1, dtype=np.int64), np.full(self.tiles * n, -1, dtype=np.int64)
+        places[kept] = n + line * (columns + 1) + np.arange(columns)
+        lines[kept] = line
+        self.places: Ints = places.reshape(-1, n)
+        self.lines: Ints = lines.reshape(-1, n)
         self.newlines: Ints = n + np.arange(rows, dtype=np.int64) * (columns + 1) + columns
         self.length = n + rows * (columns + 1)
 
 
 def canvas_layout(size: Any, pinpoints: list[list[int]], vision_config: Any) -> CanvasLayout:
     """The layout of an image of ``size`` (height, width) under a model's tile shapes."""
-    from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape
+    from transformers.models.llava_next import modeling_llava_next
 
+    stock: Any = modeling_llava_next
     height, width = (int(side) for side in size)
-    rows, columns = get_anyres_image_grid_shape((height, width), pinpoints, vision_config.image_size)
+    rows, columns = stock.get_anyres_image_grid_shape((height, width), pinpoints, vision_config.image_size)
     return CanvasLayout(vision_config.image_size // vision_config.patch_size, rows, columns, (height, width))
 
 
@@ -105,7 +108,8 @@ def encode_tiles(
     tau_query
         The family's temperature.
     """
-    base = np.arange(layout.side**2, dtype=np.int64)
+    views: list[tuple[Ints, Ints | None]] = [(np.arange(layout.side**2, dtype=np.int64), None)]
+    views.extend((layout.places[tile], layout.lines[tile]) for tile in range(layout.tiles))
     crops = [
         EncodedCrop(
             vision=vision[view],
@@ -115,7 +119,7 @@ def encode_tiles(
             places=places,
             separators=lines,
         )
-        for view, (places, lines) in enumerate([(base, None), *zip(layout.places, layout.lines, strict=True)])
+        for view, (places, lines) in enumerate(views)
     ]
     return EncodedImage(tuple(crops), layout.length, layout.newlines, tau_query)
 

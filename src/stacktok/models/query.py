@@ -17,8 +17,11 @@ ANSWER_FORMATS = (
 """Sentences that benchmarks append; they ask for a format, not for a part of the image."""
 
 FUNCTION_WORDS = frozenset(
-    "a an the is are was were be been being have has had do does did it they he she we you i what where when why how "
-    "who which and or but so if then question answer to for with by from at into onto upon".split()
+    re.findall(
+        r"\w+",
+        "a an the is are was were be been being have has had do does did it they he she we you i what where when why "
+        "how who which and or but so if then question answer to for with by from at into onto upon",
+    )
 )
 """The 47 words on which the literature's numbers are based."""
 
@@ -74,9 +77,10 @@ def template_markers(render: Callable[[list[dict[str, Any]]], str]) -> Markers |
     render
         Renders a conversation, generation prompt included.
     """
-    for content in (lambda text: [{"type": "text", "text": text}], lambda text: text):
+    forms: tuple[Callable[[str], Any], ...] = (lambda text: text, lambda text: [{"type": "text", "text": text}])
+    for form in forms:
         roles = ("user", "assistant", "user")
-        conversation = [{"role": role, "content": content(probe)} for role, probe in zip(roles, _PROBES, strict=True)]
+        conversation = [{"role": role, "content": form(probe)} for role, probe in zip(roles, _PROBES, strict=True)]
         # A template may want its content in the other form, or refuse a probe in whatever way its author chose.
         try:
             rendered = render(conversation)

@@ -34,8 +34,8 @@ class Qwen2_5_VLAdapter(ModelAdapter):  # noqa: N801 - the family's own spelling
         grids = arguments.get(f"{modality}_grid_thw")
         if grids is None:
             raise ValueError(
-                f"{modality} features of Qwen2.5-VL need their {modality}_grid_thw; compute them inside the with block, "
-                "or pass the pixels"
+                f"{modality} features of Qwen2.5-VL need their {modality}_grid_thw; compute them inside the with "
+                "block, or pass the pixels"
             )
         config = model.config.vision_config
         merge = config.spatial_merge_size

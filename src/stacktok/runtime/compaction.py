@@ -90,7 +90,7 @@ def lay_out(valid: Mask, spans: Sequence[Sequence[Span]], *, pad_right: bool = F
     length = max(len(columns) for columns, _ in rows)
     columns = torch.zeros((len(rows), length), dtype=torch.long)
     kept = torch.zeros((len(rows), length), dtype=torch.bool)
-    embeddings = []
+    embeddings: list[tuple[int, int, torch.Tensor]] = []
     for row, (source, made) in enumerate(rows):
         start = 0 if pad_right else length - len(source)
         columns[row, start : start + len(source)] = torch.from_numpy(source)

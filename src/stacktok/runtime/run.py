@@ -75,8 +75,9 @@ class Pruned:
     last
         One `ImageResult` per image of the last pruned prompt or batch, in order.
     kept_positions
-        For every column that the language model was given, the column of the unpruned prompt that it stands for, (B, L),
-        -1 in padding: logits of a plain ``forward`` have these columns. None where the last call was not pruned.
+        For every column that the language model was given, the column of the unpruned prompt that it stands for,
+        (B, L), -1 in padding: logits of a plain ``forward`` have these columns. None where the last prompt had no image
+        or no budget.
     seconds
         Time spent on the last pruned prompt or batch beyond the model's own: query, selection and compaction.
     """

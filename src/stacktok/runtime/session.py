@@ -156,11 +156,14 @@ class Session:
             base.__dict__[name] = FeatureTap(getattr(base, name), functools.partial(self._note, modality))
             undo.append(functools.partial(base.__dict__.pop, name))
 
+        # A compiled model runs the hooks between its graphs, not inside them.
+        uncompiled: Any = torch.compiler.disable
+
         def before(module: nn.Module, hook: Callable[..., Any]) -> None:
-            undo.append(module.register_forward_pre_hook(torch.compiler.disable(hook), with_kwargs=True).remove)
+            undo.append(module.register_forward_pre_hook(uncompiled(hook), with_kwargs=True).remove)
 
         def after(module: nn.Module, hook: Callable[..., Any]) -> None:
-            undo.append(module.register_forward_hook(torch.compiler.disable(hook), with_kwargs=True).remove)
+            undo.append(module.register_forward_hook(uncompiled(hook), with_kwargs=True).remove)
 
         before(self.model, self._take_labels)
         after(self.model, self._add_loss)
@@ -274,6 +277,8 @@ class Session:
         valid: Mask = np.broadcast_to(True if padding is None else padding, (batch, length))
         spans = self._decide(call, budget, embeds, valid)
         if all(span.unchanged for row in spans for span in row):
+            columns = torch.arange(length).expand(batch, length)
+            self.run.kept_positions = columns.masked_fill(~torch.from_numpy(valid.copy()), -1)
             return None
         layout = lay_out(valid, spans, pad_right=not valid[:, -1].all())
         call.layout, self.run.kept_positions = layout, layout.origin
@@ -410,7 +415,7 @@ class Session:
                 remember(cache, call.next_state)
 
     def _hide_gaps(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Give a layer no positions: it reads gaps in them as packed sequences, and takes its rotation from elsewhere."""
+        """Give a layer no positions: it would read gaps as packed sequences; its rotation comes from elsewhere."""
         call = self._call
         if call is None or not call.gapped or kwargs.get("position_ids") is None:
             return None

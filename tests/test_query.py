@@ -1,0 +1,159 @@
+"""The words that reach the selector are the user's, for every family's chat template."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import tiny as tiny_models
+from stacktok import StackTok
+from stacktok.models.query import (
+    FUNCTION_WORDS,
+    KNOWN_MARKERS,
+    Markers,
+    content_words,
+    last_user_turn,
+    processor_markers,
+    question_words,
+    word_ids,
+)
+from tiny import build, picture
+
+SHORT = "Answer the question using a single word or phrase."
+LETTER = "Answer with the option's letter from the given choices directly."
+
+
+def test_the_list_of_function_words_is_the_published_one() -> None:
+    assert len(FUNCTION_WORDS) == 47
+    assert not FUNCTION_WORDS & {"in", "on", "of", "there", "this", "that", "not", "no", "can", "any", "many", "his"}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"Is there a snowboard in the image?\n{SHORT}", "there snowboard in image"),
+        ("What is the option's COLOUR of dog dog 42?", "option s COLOUR of dog dog 42"),
+        (f"Which one?\nA. left\nB. right\n{LETTER}", "one left B right"),
+        ("What is it?", "What is it?"),
+        (f"Who is she? {SHORT}", "Who is she?"),
+        ("", ""),
+        (SHORT, ""),
+    ],
+)
+def test_content_words(text: str, expected: str) -> None:
+    assert " ".join(content_words(text)) == expected
+
+
+def test_qwen_sees_the_question_prefixed_text_unfiltered() -> None:
+    assert question_words(f"Is it\n a dog? {SHORT}") == ["Question:", "Is", "it", "a", "dog?", *SHORT.split()]
+    assert question_words("  ") == []
+
+
+@pytest.mark.parametrize("make", [tiny_models.llama_tokenizer, tiny_models.qwen_tokenizer])
+def test_every_word_is_tokenised_as_a_word_of_its_own(make: Any) -> None:
+    tokenizer = make()
+    words = ["snowboard", "Question:", "image", "dog", "dog"]
+    expected = [i for word in words for i in tokenizer.convert_tokens_to_ids(tokenizer.tokenize(word))]
+    assert word_ids(tokenizer, words) == expected
+    assert tokenizer.bos_token_id not in word_ids(tokenizer, words)
+    assert word_ids(tokenizer, []) == []
+    # What the literature's implementations do with pre-split words gives the same rows.
+    split = tokenizer(words, is_split_into_words=True, add_special_tokens=False)["input_ids"]
+    assert split == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "markers"),
+    [
+        ("llava", Markers("USER:", "ASSISTANT:")),
+        ("llava_next", Markers("USER:", "ASSISTANT:")),
+        ("llava_next_mistral", Markers("[INST]", "[/INST]")),
+        ("qwen2_5_vl", Markers("<|im_start|>user", "<|im_end|>")),
+    ],
+)
+def test_markers_are_read_from_the_processors_own_template(family: str, markers: Markers) -> None:
+    assert processor_markers(build(family).processor)[0] == markers
+
+
+def test_an_unknown_template_gives_its_own_markers() -> None:
+    class Processor:
+        tokenizer = None
+        chat_template = "own"
+
+        def apply_chat_template(self, turns: Any, **settings: Any) -> str:
+            return "".join(f"<{t['role'][0]}>{t['content']}</{t['role'][0]}>\n" for t in turns) + "<a>"
+
+    found = processor_markers(Processor())
+    assert found[0] == Markers("<u>", "</u>")
+    assert found[1:] == KNOWN_MARKERS
+    assert last_user_turn("<u>one</u>\n<a>two</a>\n<u>three</u>\n<a>", found) == "three"
+
+
+@pytest.mark.parametrize("family", ["llava", "llava_next", "llava_next_mistral", "qwen2_5_vl"])
+def test_the_selector_gets_the_last_user_turn_of_a_conversation(family: str) -> None:
+    tiny = build(family)
+    question = f"How many red cats, and is the USER happy?\n{SHORT}"
+
+    def turn(role: str, text: str, image: bool = False) -> dict[str, Any]:
+        return {"role": role, "content": [{"type": "image"}] * image + [{"type": "text", "text": text}]}
+
+    turns = [
+        turn("user", "Describe the snowboard.", image=True),
+        turn("assistant", "a blue field"),
+        turn("user", question, image=True),
+    ]
+    prompt = tiny.processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    inputs = tiny.processor(images=[picture(120, 90), picture(90, 90, 1)], text=prompt, return_tensors="pt")
+    qwen = family == "qwen2_5_vl"
+    expected = " ".join(question_words(question) if qwen else ["many", "red", "cats", "USER", "happy"])
+    given: list[torch.Tensor] = []
+
+    class Spy(StackTok):
+        def reduce(self, image: Any, query: Any, budget: Any) -> Any:
+            given.append(query)
+            return super().reduce(image, query, budget)
+
+    with Spy(budget=5)(tiny.model, tiny.processor) as pruned:
+        tiny.model.generate(**inputs, max_new_tokens=2)
+    assert [result.query for result in pruned.last] == [expected] * 2
+    tokenizer = tiny.processor.tokenizer
+    ids = [i for word in expected.split(" ") for i in tokenizer.convert_tokens_to_ids(tokenizer.tokenize(word))]
+    for rows in given:
+        assert torch.equal(rows, tiny.model.get_input_embeddings().weight[ids])
+
+
+@pytest.mark.parametrize(
+    ("family", "prompt"),
+    [
+        ("llava", "USER: <image>\nIs there a dog?\nASSISTANT:"),
+        ("llava_next_mistral", "[INST]<image>\nIs there a dog?[/INST]"),
+    ],
+)
+def test_prompts_written_by_hand_are_understood(family: str, prompt: str) -> None:
+    tiny = build(family)
+    with StackTok(budget=5)(tiny.model, tiny.processor) as pruned:
+        tiny.model(**tiny.processor(images=picture(), text=prompt, return_tensors="pt"))
+    assert pruned.last[0].query == "there dog"
+
+
+def test_a_prompt_without_a_template_uses_all_its_text_and_warns_once() -> None:
+    tiny = build("llava")
+    inputs = tiny.processor(images=picture(), text="<image> red square, blue field", return_tensors="pt")
+    with StackTok(budget=5)(tiny.model, tiny.processor) as pruned:
+        with pytest.warns(UserWarning, match="no user turn of a known chat template"):
+            tiny.model(**inputs)
+        assert pruned.last[0].query == "red square blue field"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            tiny.model(**inputs)
+
+
+def test_an_image_without_words_is_pruned_by_coverage() -> None:
+    tiny = build("llava")
+    with StackTok(budget=5)(tiny.model, tiny.processor) as pruned:
+        tiny.model(**tiny.inputs([""], [[picture()]]))
+    assert pruned.last[0].selection.m == 0
+    assert pruned.after == 5
