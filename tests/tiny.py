@@ -23,8 +23,8 @@ WORDS = (
 VICUNA = (
     "{% for m in messages %}{% if m['role'] == 'system' %}{{ m['content'][0]['text'] + ' ' }}{% else %}"
     "{{ m['role'].upper() + ': ' }}{% for c in m['content'] %}{% if c['type'] == 'image' %}{{ '<image>\\n' }}"
-    "{% endif %}{% endfor %}{% for c in m['content'] %}{% if c['type'] == 'text' %}{{ c['text'] + ' ' }}{% endif %}{% endfor %}"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+    "{% endif %}{% endfor %}{% for c in m['content'] %}{% if c['type'] == 'text' %}{{ c['text'] + ' ' }}{% endif %}"
+    "{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
 VICUNA_SYSTEM = "{{ 'A chat between a curious human and an artificial intelligence assistant. ' }}" + VICUNA
 MISTRAL = (

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from by_hand import crops_of, pruned_by_hand
 from stacktok import StackTok
 from stacktok.core.tokens import SEPARATOR, EncodedImage, Reduction, single_crop
 from stacktok.methods.base import FeatureMethod
@@ -18,8 +17,9 @@ from stacktok.models.base import ModelAdapter
 from stacktok.models.llava import LlavaAdapter
 from stacktok.models.llava_next import CanvasLayout
 from stacktok.runtime.compaction import Span, gather_embeddings, lay_out, padding_of
-from test_pruned_models import LOOSE
-from tiny import build, picture
+from tests.models.by_hand import crops_of, pruned_by_hand
+from tests.models.test_pruned_models import LOOSE
+from tests.tiny import build, picture
 
 # Tile shapes 1x1, 1x2, 2x1, 2x2, 3x1 and 1x3, square, wide, tall, and extreme ratios.
 SIZES = [(50, 50), (112, 50), (50, 112), (110, 112), (400, 30), (30, 400), (1000, 9), (168, 56), (57, 171), (83, 71)]

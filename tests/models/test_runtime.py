@@ -10,10 +10,10 @@ import pytest
 import torch
 import transformers
 
-from by_hand import pruned_by_hand, query_rows
 from stacktok import StackTok
-from test_pruned_models import FAMILIES, LOOSE, QUESTIONS, greedy, words
-from tiny import build, llava, picture, video_inputs
+from tests.models.by_hand import pruned_by_hand, query_rows
+from tests.models.test_pruned_models import FAMILIES, LOOSE, QUESTIONS, greedy, words
+from tests.tiny import build, llava, picture, video_inputs
 
 THREE = ("llava", "llava_next", "qwen2_5_vl")
 BATCH = [

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from stacktok import Crop, select, select_crops
-from tiny import Tiny
+from tests.tiny import Tiny
 
 
 def stock_inputs(tiny: Tiny, inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from by_hand import pruned_by_hand
 from stacktok import StackTok
-from tiny import build, picture, video_inputs
+from tests.models.by_hand import pruned_by_hand
+from tests.tiny import build, picture, video_inputs
 
 FAMILIES = ("llava", "llava_next", "llava_next_mistral", "qwen2_5_vl")
 QUESTIONS = ["What is in the image?", "Is there a dog on the blue field?"]

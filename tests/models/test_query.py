@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import tiny as tiny_models
 from stacktok import StackTok
 from stacktok.models.query import (
     FUNCTION_WORDS,
@@ -20,7 +19,8 @@ from stacktok.models.query import (
     question_words,
     word_ids,
 )
-from tiny import build, picture
+from tests import tiny as tiny_models
+from tests.tiny import build, picture
 
 SHORT = "Answer the question using a single word or phrase."
 LETTER = "Answer with the option's letter from the given choices directly."
