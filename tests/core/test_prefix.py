@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 
 import numpy as np
@@ -103,7 +104,7 @@ def test_a_batch_is_its_images_one_by_one():
     together = stacktok.select_batch(x, z, q, budgets, eligible=masks)
     for i in range(len(sizes)):
         assert together[i] == stacktok.select(x[i], z[i], q[i], budgets[i], eligible=masks[i])
-    same = stacktok.select_batch(x, z, q, 4)
+    same = stacktok.select_batch(x, z, q, np.int64(4))
     assert [selection.k for selection in same] == [4, 1, 4, 4, 4]
     assert stacktok.select_batch([], [], [], 4) == []
 
@@ -134,6 +135,18 @@ def test_a_selection_survives_json_to_the_bit():
     assert stacktok.CropSelection.from_json(empty.to_json()) == empty
     with pytest.raises(ValueError, match="not a Selection that to_json wrote"):
         stacktok.Selection.from_json(crops.to_json())
+
+
+def test_a_selection_travels_to_another_process_and_compares_equal():
+    a_qv, a_vv = focused(3)
+    selection = stacktok.select_from_affinities(a_qv, a_vv, 12)
+    crops = stacktok.select_crops_from_affinities([(a_qv, a_vv, None)] * 2, np.int64(20))
+    for record in (selection, crops):
+        copy = pickle.loads(pickle.dumps(record))
+        assert copy == record
+        assert copy.prefix(np.int64(5)).to_json() == record.prefix(5).to_json()
+    assert selection != crops
+    assert selection != stacktok.select_from_affinities(a_qv, a_vv, 11)
 
 
 def test_mask_and_gather_follow_the_indices():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from stacktok.core.inputs import Array, Eligible
 from stacktok.core.parameters import Parameters, Settings
 from stacktok.core.record import Selection
 from stacktok.core.selection import PreparedImage, finish
+from stacktok.core.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -26,7 +27,7 @@ def select_batch(
     eligible: Sequence[Eligible] | None = None,
     **settings: Unpack[Settings],
 ) -> list[Selection]:
-    """Select on many images; the result is that of `select` on each.
+    """Select on many images; the results are those of `select` on each, detached.
 
     Affinities are built image by image, each on all cores; meanwhile the greedy walks of the images already built run
     beside each other, since a walk is sequential.
@@ -44,7 +45,10 @@ def select_batch(
     """
     parameters = Parameters.of(settings)
     count = len(vision)
-    budgets = [budget] * count if isinstance(budget, (int, float, str)) else list(budget)
+    if isinstance(budget, str) or not isinstance(budget, Iterable):
+        budgets: list[Budget] = [budget] * count
+    else:
+        budgets = list(budget)
     masks: list[Eligible] = [None] * count if eligible is None else list(eligible)
     for name, values in (("projected", projected), ("query", query), ("budget", budgets), ("eligible", masks)):
         if len(values) != count:
@@ -53,5 +57,11 @@ def select_batch(
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         for image, x in enumerate(vision):
             prepared = PreparedImage(x, projected[image], masks[image], parameters)
-            walks.append(pool.submit(finish, prepared.trajectory(query[image]), budgets[image]))
+            walks.append(pool.submit(_walk, prepared.trajectory(query[image]), budgets[image]))
+            # Only a walk under way holds its image's affinities.
+            del prepared
     return [walk.result() for walk in walks]
+
+
+def _walk(trajectory: Trajectory, budget: Budget) -> Selection:
+    return finish(trajectory, budget).detach()

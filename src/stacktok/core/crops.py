@@ -8,7 +8,9 @@ asked for, which is the caching of nominations that the paper describes.
 from __future__ import annotations
 
 import heapq
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -120,10 +122,18 @@ def allocate(crops: Sequence[Trajectory], budget: Budget, parameters: Parameters
     horizons = [min(total, capacity) for capacity in capacities]
     limits = horizons if parameters.allocation == "shared" else _quotas(crops, total, horizons, parameters)
 
+    # Every crop walks to an equal share at once, beside the others; the merge then asks for what it needs beyond.
+    ahead = [min(horizon, total // len(crops)) for horizon in horizons]
+    with ThreadPoolExecutor(min(len(crops), os.cpu_count() or 1)) as pool:
+        list(pool.map(Trajectory.advance, crops, ahead, horizons))
+    gains: list[list[float]] = [[] for _ in crops]
+
     def nominee_gain(c: int, t: int) -> float:
-        if t >= crops[c].length:
-            crops[c].advance(min(max(t + _STRIDE, 2 * t), horizons[c]), horizons[c])
-        return float(crops[c].nominee_gains()[t])
+        if t >= len(gains[c]):
+            if t >= crops[c].length:
+                crops[c].advance(min(max(t + _STRIDE, t + t // 2), horizons[c]), horizons[c])
+            gains[c] = crops[c].nominee_gains().tolist()
+        return gains[c][t]
 
     # The heap holds every active crop's nominee; equal gains go to the lowest crop.
     nominees = [(-nominee_gain(c, 0), c) for c, limit in enumerate(limits) if limit]

@@ -92,6 +92,10 @@ class Selection:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy that travels to another process travels light.
+        return self.__dict__ | {"_refine": None}
+
     @property
     def mask(self) -> Mask:
         """Which positions are kept, (n,)."""
@@ -113,7 +117,7 @@ class Selection:
         refine
             Run the swaps as well; without them the result equals a run with ``swap_limit=0``.
         """
-        check_prefix(k, self.k, self._not_anytime)
+        k = check_prefix(k, self.k, self._not_anytime)
         shorter = replace(
             self,
             k=k,
@@ -249,7 +253,7 @@ class CropSelection:
 
     def prefix(self, k: int, *, refine: bool = False) -> CropSelection:
         """The selection for a smaller shared budget; see `Selection.prefix`."""
-        check_prefix(k, self.k, self._not_anytime)
+        k = check_prefix(k, self.k, self._not_anytime)
         order = self.order[:k]
         sizes = np.bincount([crop for crop, _ in order], minlength=len(self.crops))
         return replace(
@@ -305,7 +309,7 @@ def gather_rows(projected: _Rows, indices: Ints, n: int) -> _Rows:
     return projected[indices]
 
 
-def check_prefix(k: int, available: int, not_anytime: str) -> None:
+def check_prefix(k: int, available: int, not_anytime: str) -> int:
     """Refuse a prefix that this run does not contain."""
     if not_anytime:
         raise ValueError(f"a run with {not_anytime} has no prefixes; call the selector again with budget={k!r}")
@@ -315,6 +319,7 @@ def check_prefix(k: int, available: int, not_anytime: str) -> None:
         raise ValueError(
             f"k={k} lies outside 0 to {available}, the tokens of this selection; run it with a larger budget"
         )
+    return int(k)
 
 
 def _load(text: str, kind: str, key: str) -> dict[str, Any]:

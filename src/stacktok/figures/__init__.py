@@ -1,0 +1,1 @@
+"""Pictures of what a selector did; needs the extra ``figures``."""

@@ -1,0 +1,79 @@
+"""Kept tokens on the image: what a method left of the picture, and what made it keep each token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stacktok.core.inputs import Mask
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+RELEVANCE, COVERAGE, OTHER = "#e8731a", "#006964", "#5c5c5c"
+"""The paper's colours: orange for relevance, teal for coverage; grey for tokens that neither scored."""
+
+_MARKS = {"relevance": ("o", RELEVANCE), "coverage": ("^", COVERAGE)}
+
+
+def draw_kept(
+    axes: Axes,
+    picture: NDArray[Any],
+    grid: tuple[int, int],
+    indices: Sequence[int] | NDArray[np.int64],
+    criteria: Sequence[str],
+    *,
+    eligible: Mask | None = None,
+) -> None:
+    """Draw a picture in which dropped tokens are dimmed and kept ones marked by what scored them.
+
+    Shapes carry the same meaning as colours: a circle is a pick by relevance, a triangle one by coverage, a square
+    neither.
+
+    Parameters
+    ----------
+    axes
+        Where to draw.
+    picture
+        The image as the encoder saw it, (H, W, 3), in [0, 1] or uint8.
+    grid
+        Rows and columns of tokens.
+    indices
+        Kept tokens, in raster numbering, (k,).
+    criteria
+        What scored each of them, (k,).
+    eligible
+        Tokens that may be kept, (h w,); the others are hatched as padding.
+    """
+    rows, columns = grid
+    shown = picture.astype(np.float64) / (255 if picture.dtype == np.uint8 else 1)
+    height, width = shown.shape[:2]
+    kept = np.zeros(rows * columns, dtype=np.bool_)
+    kept[np.asarray(indices, dtype=np.int64)] = True
+    line, column = np.arange(height) * rows // height, np.arange(width) * columns // width
+    bright = kept.reshape(rows, columns)[line][:, column][..., None]
+    grey = shown.mean(axis=2, keepdims=True)
+    axes.imshow(np.where(bright, shown, 0.78 + 0.17 * grey + 0.05 * shown), extent=(0, columns, rows, 0))
+    for name in dict.fromkeys(criteria):
+        marker, colour = _MARKS.get(name, ("s", OTHER))
+        places = np.array([index for index, by in zip(indices, criteria, strict=True) if by == name])
+        size = min(64.0, 5000.0 / max(rows, columns) ** 1.6)
+        axes.scatter(
+            places % columns + 0.5, places // columns + 0.5, s=size, marker=marker, c=colour, edgecolors="white", lw=0.6
+        )
+    if eligible is not None and not eligible.all():
+        padding = np.ma.masked_where(eligible.reshape(grid), np.ones(grid))
+        axes.pcolor(np.arange(columns + 1), np.arange(rows + 1), padding, hatch="//", alpha=0, zorder=2)
+    axes.set_xlim(0, columns)
+    axes.set_ylim(rows, 0)
+    axes.set_xticks([])
+    axes.set_yticks([])
+
+
+def criteria_of(selection: Any) -> list[str]:
+    """What scored each kept token of a `Selection`, in the order of its indices; "swap" for those swapped in."""
+    scored = dict(zip(selection.order.tolist(), selection.criterion, strict=True))
+    return [scored.get(index, "swap") for index in selection.indices.tolist()]
