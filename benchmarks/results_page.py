@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from compare_selectors import ABLATIONS, ALPHAS, BUDGETS, CROPS, DEPTHS, FULL, MAIN, cell_name
 from numpy.typing import NDArray
 
+from compare_selectors import ABLATIONS, ALPHAS, BUDGETS, CROPS, DEPTHS, FULL, MAIN, cell_name
 from stacktok.evaluation.retention import retention
 from stacktok.evaluation.statistics import paired_comparison
 
