@@ -56,7 +56,8 @@ class Method(ABC):
         model
             A loaded vision-language model.
         processor
-            Its processor, whose tokenizer and chat template read the query from the prompt.
+            Its processor, whose tokenizer and chat template read the query from the prompt; None where every query is
+            given as embeddings or None.
         adapter
             How to talk to a model family that is not registered; see ``docs/add-a-model.md``.
         """

@@ -153,8 +153,8 @@ class Session:
             # Generation encodes by calling this function, not a module, and alone knows its arguments: no module hook
             # sees the image sizes. The stand-in is an attribute of this one object.
             name = f"get_{modality}_features"
-            base.__dict__[name] = FeatureTap(getattr(base, name), functools.partial(self._note, modality))
-            undo.append(functools.partial(base.__dict__.pop, name))
+            undo.append(functools.partial(_put_back, base, name, vars(base).get(name)))
+            vars(base)[name] = FeatureTap(getattr(base, name), functools.partial(self._note, modality))
 
         # A compiled model runs the hooks between its graphs, not inside them.
         uncompiled: Any = torch.compiler.disable
@@ -450,6 +450,14 @@ class Session:
         if isinstance(output, tuple):
             return (loss, *output)
         return type(output)(**{**output, "loss": loss})
+
+
+def _put_back(module: nn.Module, name: str, value: Any) -> None:
+    """Restore an attribute of one object; None takes it away, so that the class's own shows again."""
+    if value is None:
+        del vars(module)[name]
+    else:
+        vars(module)[name] = value
 
 
 def _text_from(layout: Layout, spans: Sequence[Sequence[Span]]) -> int:
