@@ -61,7 +61,8 @@ class Loop:
         if self.adapter.mrope:
             raise ValueError(f"{self.adapter.family} has (t, h, w) positions, which this loop does not lay out")
         end = model.generation_config.eos_token_id
-        self._end = torch.tensor([end] if isinstance(end, int) else end)
+        self._end = torch.tensor([] if end is None else [end] if isinstance(end, int) else end, dtype=torch.long)
+        self._pad = int(model.generation_config.pad_token_id or 0)
 
     @torch.inference_mode()
     def encode(self, picture: Any) -> tuple[EncodedImage, torch.Tensor, dict[str, Any]]:
@@ -128,7 +129,7 @@ class Loop:
                 inputs_embeds=step, attention_mask=mask, position_ids=at, past_key_values=cache, use_cache=True
             )
             token = model.lm_head(output.last_hidden_state[:, -1]).argmax(-1)
-            answers.append(token.masked_fill(done, int(self._end[0])))
+            answers.append(token.masked_fill(done, self._pad))
             done |= torch.isin(token, self._end)
             if bool(done.all()):
                 break
