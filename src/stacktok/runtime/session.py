@@ -149,15 +149,15 @@ class Session:
     def attach(self, undo: list[Callable[[], object]]) -> None:
         """Set every hook; ``undo`` receives what takes each away again."""
         base, language_model = self.adapter.base(self.model), self.adapter.language_model(self.model)
+        # A compiled model runs the hooks between its graphs, not inside them.
+        uncompiled: Any = torch.compiler.disable
         for modality in self.adapter.modalities:
             # Generation encodes by calling this function, not a module, and alone knows its arguments: no module hook
             # sees the image sizes. The stand-in is an attribute of this one object.
             name = f"get_{modality}_features"
             undo.append(functools.partial(_put_back, base, name, vars(base).get(name)))
-            vars(base)[name] = FeatureTap(getattr(base, name), functools.partial(self._note, modality))
-
-        # A compiled model runs the hooks between its graphs, not inside them.
-        uncompiled: Any = torch.compiler.disable
+            note = functools.partial(uncompiled(self._note), modality)
+            vars(base)[name] = FeatureTap(getattr(base, name), note)
 
         def before(module: nn.Module, hook: Callable[..., Any]) -> None:
             undo.append(module.register_forward_pre_hook(uncompiled(hook), with_kwargs=True).remove)
