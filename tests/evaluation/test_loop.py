@@ -7,19 +7,20 @@ import torch
 
 from stacktok import StackTok
 from stacktok.evaluation.loop import Loop
+from stacktok.methods import DivPrune, VisionZip
 from tests.tiny import build, picture
 
 
 @pytest.mark.parametrize("family", ["llava", "llava_next"])
 @pytest.mark.parametrize("positions", ["compact", "kept"])
-@pytest.mark.parametrize("budget", [None, 7])
-def test_answers_equal_those_of_the_runtime(family, positions, budget):
+@pytest.mark.parametrize(("make", "budget"), [(StackTok, None), (StackTok, 7), (VisionZip, 9), (DivPrune, 5)])
+def test_answers_equal_those_of_the_runtime(family, positions, make, budget):
     tiny = build(family)
     loop = Loop(tiny.model, tiny.processor)
     pictures = [picture(120, 90), picture(90, 120, 1)]
     texts = ["How many red cats are there?", "Is there a dog?"]
     prompts = [loop.prompt(image, loop.encode(image), text) for image, text in zip(pictures, texts, strict=True)]
-    method = StackTok(budget=budget, positions=positions)
+    method = make(budget=budget, positions=positions)
     kept = [None if budget is None else method.reduce(prompt.image, prompt.query, budget) for prompt in prompts]
     together = loop.answers(prompts, kept, positions)
     alone = [loop.answers([prompt], [one], positions)[0] for prompt, one in zip(prompts, kept, strict=True)]

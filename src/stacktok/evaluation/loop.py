@@ -6,7 +6,7 @@ depend on the runtime, and the two can be held against each other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from stacktok.core.tokens import EncodedImage, Reduction
 from stacktok.models.base import adapter_for
 from stacktok.models.query import word_ids
 from stacktok.runtime.compaction import Span, count_positions, gather_columns, gather_embeddings, lay_out
+from stacktok.runtime.tower import TowerTap
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,12 +67,22 @@ class Loop:
 
     @torch.inference_mode()
     def encode(self, picture: Any) -> tuple[EncodedImage, torch.Tensor, dict[str, Any]]:
-        """A picture as the encoder leaves it: the image, its unpruned rows, and the processor's image inputs."""
+        """A picture as the encoder leaves it: the image with the tower's attention, unpruned rows, image inputs."""
         inputs = self.processor.image_processor(images=picture, return_tensors="pt")
         arguments = {name: inputs[name] for name in ("pixel_values", "image_sizes") if name in inputs}
-        output = self.model.get_image_features(**arguments, return_dict=True)
-        (image,) = self.adapter.encode("image", output, arguments, self.model, self.processor)
-        return image, output.pooler_output[0], arguments
+        undo: list[Callable[[], object]] = []
+        tower = TowerTap(self.adapter, self.model, None)
+        tower.attach(undo)
+        try:
+            output = self.model.get_image_features(**arguments, return_dict=True)
+        finally:
+            for step in reversed(undo):
+                step()
+        images = self.adapter.encode("image", output, arguments, self.model, self.processor)
+        reading = tower.take()
+        if reading is not None:
+            images = self.adapter.add_attention(images, reading, output, arguments, self.model)
+        return images[0], output.pooler_output[0], arguments
 
     @torch.inference_mode()
     def prompt(self, picture: Any, encoded: tuple[EncodedImage, torch.Tensor, dict[str, Any]], text: str) -> Prompt:
