@@ -157,24 +157,21 @@ def test_layers_never_see_gaps_that_look_like_packed_sequences(family: str) -> N
     alone = {name: value for name, value in inputs.items() if name != "attention_mask"}
     expected, columns = pruned_by_hand(tiny, inputs, words(family)[:1], 7, positions="kept")
     received: list[dict[str, Any]] = []
-    handles = [
-        layer.register_forward_pre_hook(lambda m, a, k: received.append(k), with_kwargs=True)
-        for layer in tiny.model.model.language_model.layers
-    ]
+    layers = tiny.model.model.language_model.layers
     with StackTok(budget=7, positions="kept")(tiny.model, tiny.processor) as pruned:
-        # Hooks of a user's own run first; what the layer itself gets is seen by those registered last.
-        for handle in handles:
-            handle.remove()
+        # Registered last, so that they see what the layer itself gets.
         handles = [
-            layer.register_forward_pre_hook(lambda m, a, k: received.append(k), with_kwargs=True)
-            for layer in tiny.model.model.language_model.layers
+            layer.register_forward_pre_hook(lambda m, a, k: received.append(k), with_kwargs=True) for layer in layers
         ]
         logits = tiny.model(**alone, use_cache=False).logits
-    for handle in handles:
-        handle.remove()
+        generated = greedy(tiny.model, alone, 1, use_cache=False)
+        greedy(tiny.model, alone, 1)
+        for handle in handles:
+            handle.remove()
     torch.testing.assert_close(logits[0], expected[0][0], **LOOSE)
+    torch.testing.assert_close(generated.logits[0][0], expected[0][0][-1], **LOOSE)
     assert pruned.kept_positions[0].tolist() == columns[0]
-    assert len(received) == 3
+    assert len(received) == 3 * len(layers)
     for kwargs in received:
         assert not _is_packed_sequence(kwargs["position_ids"], batch_size=1)
         assert kwargs["attention_mask"] is None
@@ -378,6 +375,80 @@ def test_leaving_the_block_restores_the_model_completely(family: str, positions:
         }, name
         assert hooks == other_hooks
     assert same_bits(stock, greedy(tiny.model, inputs, 3))
+
+
+def test_a_users_own_stand_in_for_the_encoder_function_is_put_back() -> None:
+    tiny = build("llava")
+    base = tiny.model.model
+    calls: list[int] = []
+    stock = base.get_image_features
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return stock(*args, **kwargs)
+
+    base.get_image_features = own
+    try:
+        with StackTok(budget=6)(tiny.model, tiny.processor) as pruned:
+            tiny.model(**batch_inputs(tiny, 1))
+        assert base.get_image_features is own
+        assert (len(calls), pruned.after) == (1, 6)
+    finally:
+        del base.get_image_features
+
+
+def test_without_a_processor_queries_are_embeddings_or_none() -> None:
+    tiny = build("llava")
+    inputs = batch_inputs(tiny, 1)
+    with StackTok(budget=6)(tiny.model, None) as pruned:
+        with pytest.raises(ValueError, match="without a tokenizer"):
+            tiny.model(**inputs)
+        pruned.query = query_rows(tiny, "in image")
+        logits = tiny.model(**inputs).logits
+    with StackTok(budget=6)(tiny.model, tiny.processor):
+        assert torch.equal(logits, tiny.model(**inputs).logits)
+
+
+def test_what_cannot_be_pruned_says_why() -> None:
+    tiny = build("llava_next")
+    inputs = dict(batch_inputs(tiny, 1))
+    pixels, sizes = inputs.pop("pixel_values"), inputs.pop("image_sizes")
+    outside = tiny.model.get_image_features(pixels, sizes)
+    embeds = tiny.model.get_input_embeddings()(inputs["input_ids"])
+    whole = torch.ones(1, 1, embeds.shape[1], embeds.shape[1], dtype=torch.bool)
+    with StackTok(budget=6)(tiny.model, tiny.processor):
+        with pytest.raises(ValueError, match="need their image_sizes; compute them inside the with block"):
+            tiny.model(**inputs, mm_encoder_outputs={"image": outside})
+        inside = {"image": tiny.model.get_image_features(pixels, sizes)}
+        with pytest.raises(ValueError, match="pass input_ids"):
+            tiny.model(inputs_embeds=embeds, mm_encoder_outputs=dict(inside))
+        with pytest.raises(ValueError, match="custom 4-D attention_mask"):
+            tiny.model(input_ids=inputs["input_ids"], attention_mask=whole, mm_encoder_outputs=dict(inside))
+        out = tiny.model(**inputs, mm_encoder_outputs=dict(inside), use_cache=True)
+        with pytest.raises(ValueError, match="position_ids does not continue past_key_values"):
+            tiny.model(
+                input_ids=torch.tensor([[9]]), position_ids=torch.tensor([[3]]), past_key_values=out.past_key_values
+            )
+        out.past_key_values.crop(-out.logits.shape[1] + 2)
+        with pytest.raises(ValueError, match="into a pruned image"):
+            tiny.model(input_ids=torch.tensor([[9]]), past_key_values=out.past_key_values)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["llava"])
+def test_a_compiled_model_is_pruned_alike(family: str) -> None:
+    tiny = build(family)
+    inputs = batch_inputs(tiny, 1)
+    with StackTok(budget=6)(tiny.model, tiny.processor), torch.no_grad():
+        expected = tiny.model(**inputs).logits
+    # The tracing is what hooks could break; which compiler gets the graphs does not matter.
+    compiled = torch.compile(tiny.model, backend="eager")
+    with StackTok(budget=6)(compiled, tiny.processor) as pruned, torch.no_grad():
+        torch.testing.assert_close(compiled(**inputs).logits, expected, **LOOSE)
+    assert pruned.after == 6
+    with torch.no_grad():
+        assert compiled(**inputs).logits.shape[1] == inputs["input_ids"].shape[1]
+    torch._dynamo.reset()
 
 
 def test_a_failing_call_inside_the_block_leaves_the_next_one_sound() -> None:
