@@ -288,6 +288,39 @@ def test_a_cache_pruned_for_one_question_is_not_reused_for_another(family: str) 
         torch.testing.assert_close(a, b, **LOOSE)
 
 
+@pytest.mark.parametrize("family", ["llava", "llava_next"])
+@pytest.mark.parametrize("positions", ["compact", "kept"])
+@pytest.mark.parametrize("earlier", [0, 1])
+def test_an_image_may_join_a_conversation_whose_beginning_is_cached(family: str, positions: Any, earlier: int) -> None:
+    tiny = build(family)
+    pictures = [picture(120, 90), picture(90, 150, 1)]
+    first = tiny.inputs(["Describe the red square."] * 2, [pictures[:earlier], pictures[:earlier]])
+    second = tiny.inputs(["Is there a dog?", "How many cats are there, please?"], [[pictures[1]], [pictures[0]]])
+    with StackTok(budget=6, positions=positions)(tiny.model, tiny.processor) as pruned:
+        pruned.query = None
+        cached = tiny.model(**first, use_cache=True)
+        past = cached.past_key_values.get_seq_length()
+        mask = torch.cat([first["attention_mask"], second["attention_mask"]], dim=1)
+        out = tiny.model(**{**second, "attention_mask": mask}, past_key_values=cached.past_key_values, use_cache=True)
+        kept = pruned.kept_positions
+        assert out.past_key_values.get_seq_length() == past + kept.shape[1]
+        step = tiny.model(input_ids=torch.tensor([[9], [9]]), past_key_values=out.past_key_values).logits
+        for row in range(2):
+            whole = {"input_ids": torch.cat([first["input_ids"][row], second["input_ids"][row]])}
+            whole["attention_mask"] = torch.cat([first["attention_mask"][row], second["attention_mask"][row]])
+            for name in ("pixel_values", "image_sizes"):
+                if name in second:
+                    whole[name] = torch.cat(
+                        [inputs[name][row : row + 1] for inputs in (first, second) if name in inputs]
+                    )
+            alone = {n: v if n in ("pixel_values", "image_sizes") else v[None] for n, v in whole.items()}
+            scratch = tiny.model(**alone, use_cache=True)
+            mine = out.logits[row, kept[row] >= 0]
+            torch.testing.assert_close(mine, scratch.logits[0, -len(mine) :], **LOOSE)
+            after = tiny.model(input_ids=torch.tensor([[9]]), past_key_values=scratch.past_key_values).logits
+            torch.testing.assert_close(step[row], after[0], **LOOSE)
+
+
 def test_the_query_can_be_overridden() -> None:
     tiny = build("llava")
     inputs = batch_inputs(tiny, 2)
