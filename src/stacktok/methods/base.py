@@ -16,6 +16,7 @@ import torch
 
 from stacktok.core.budget import Budget, budget_share
 from stacktok.core.tokens import EncodedImage, Reduction
+from stacktok.methods.facts import Facts
 
 if TYPE_CHECKING:
     from stacktok.models.base import ModelAdapter
@@ -38,6 +39,7 @@ class Method(ABC):
     """
 
     stage: ClassVar[str]
+    facts: ClassVar[Facts]
 
     budget: Budget | None = None
     positions: Positions | None = None

@@ -40,6 +40,7 @@ from stacktok.runtime.compaction import (
 )
 from stacktok.runtime.question import Question, QuestionReader
 from stacktok.runtime.run import PROMPT, ImageResult, Pruned
+from stacktok.runtime.tower import TowerTap
 
 if TYPE_CHECKING:
     from stacktok.methods.base import FeatureMethod
@@ -143,6 +144,8 @@ class Session:
         self.keep_positions = adapter.mrope or method.positions == "kept"
         self.reader = QuestionReader(model, processor, adapter)
         self.run = Pruned(method.budget)
+        reads_tower = method.facts.attention == "vision tower"
+        self.tower = TowerTap(adapter, model, getattr(method, "signal", None)) if reads_tower else None
         self._names = tuple(inspect.signature(adapter.base(model).forward).parameters)
         self._local = threading.local()
 
@@ -158,6 +161,8 @@ class Session:
             undo.append(functools.partial(_put_back, base, name, vars(base).get(name)))
             note = functools.partial(uncompiled(self._note), modality)
             vars(base)[name] = FeatureTap(getattr(base, name), note)
+        if self.tower is not None:
+            self.tower.attach(undo)
 
         def before(module: nn.Module, hook: Callable[..., Any]) -> None:
             undo.append(module.register_forward_pre_hook(uncompiled(hook), with_kwargs=True).remove)
@@ -188,6 +193,9 @@ class Session:
     def _encode(self, modality: str, output: Any, arguments: Mapping[str, Any]) -> Encoded:
         begin = time.perf_counter()
         images = self.adapter.encode(modality, output, arguments, self.model, self.processor)
+        reading = None if self.tower is None else self.tower.take()
+        if reading is not None:
+            images = self.adapter.add_attention(images, reading, output, arguments, self.model)
         features = tuple(output.pooler_output)
         lengths, rows = [image.length for image in images], [len(feature) for feature in features]
         if lengths != rows:
