@@ -157,7 +157,8 @@ def density_peaks(rows: torch.Tensor, clusters: int, seed: int) -> tuple[Ints, t
     distance = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist") / x.shape[1] ** 0.5
     near = distance.topk(clusters, dim=1, largest=False).values
     noise = torch.rand(len(x), generator=torch.Generator().manual_seed(seed)).to(x.device)
-    density = (-near.square().mean(1)).exp() + 1e-6 * noise
+    # In float32 noise this small beside densities near 1 would leave ties.
+    density = (-near.double().square().mean(1)).exp() + 1e-6 * noise.double()
     denser = density[None, :] > density[:, None]
     delta = distance.masked_fill(~denser, float("inf")).amin(1)
     delta = torch.where(delta.isinf(), distance.max(), delta)

@@ -207,12 +207,13 @@ class InsideSession(Session):
             tuple(valid.repeat_interleave(batch // rows, 0) for valid in held.valid),
             tuple(None if shift is None else shift.repeat_interleave(batch // rows, 0) for shift in held.shift),
         )
-        for cut, layer in enumerate(self.cuts):
+        for layer in range(self.cuts[0] + 1, self.depth):
+            cut = sum(number < layer for number in self.cuts) - 1
             expected = held.valid[cut].shape[1] + call.past - held.length
-            if int(cache.get_seq_length(layer + 1)) != expected:
+            if call.past < held.length or int(cache.get_seq_length(layer)) != expected:
                 raise ValueError(
-                    f"the layers of past_key_values were cut to lengths that do not belong together; {name} leaves "
-                    "caches of different lengths, which cannot be cropped: start without past_key_values"
+                    f"the layers of past_key_values have lengths that do not belong together, or lost a part of the "
+                    f"prompt; {name} leaves caches of different lengths: start without past_key_values"
                 )
         call.fresh = torch.ones((batch, new), dtype=torch.bool, device=embeds.device)
         if isinstance(mask, torch.Tensor) and mask.ndim == 2:
@@ -333,7 +334,6 @@ class InsideSession(Session):
 
         return hook
 
-    @torch.no_grad()
     def _cut(self, plan: Plan, cut: int, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """The hidden states that go on, (B, L, d); appends the stage that they belong to."""
         current = plan.stages[-1]
