@@ -15,6 +15,7 @@ import torch
 from stacktok import Parameters, StackTok, select
 from stacktok.core.tokens import SEPARATOR, EncodedImage, Reduction, single_crop
 from stacktok.methods.base import FeatureMethod
+from stacktok.methods.facts import Facts
 from stacktok.models.base import ModelAdapter
 from stacktok.models.llava import LlavaAdapter
 from stacktok.models.llava_next import CanvasLayout
@@ -134,6 +135,8 @@ def test_qwen_grids_follow_the_images_own_resolution() -> None:
 def test_merged_tokens_take_their_anchors_place_with_their_own_embedding() -> None:
     class Average(FeatureMethod):
         """Two tokens: a kept one after the mean of all others, out of raster order."""
+
+        facts = Facts("average", "none", query_aware=False, merges=True)
 
         def reduce(self, image: EncodedImage, query: Any, budget: Any) -> Reduction:
             crop = image.crops[0]
