@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
-.PHONY: setup demo test lint format bench-select train-embedded clean
+.PHONY: setup demo test lint format bench-select bench-models train-embedded clean
 
 setup: $(STAMP)
 
@@ -30,6 +30,9 @@ test: lint
 
 bench-select: setup
 	$(BIN)/python benchmarks/bench_select.py
+
+bench-models: setup
+	$(BIN)/stacktok bench llava-1.5-1b --dtype float32 --out out/bench-models
 
 # About an hour and a half on two cores; started again after a kill, it goes on where it was.
 train-embedded: setup
