@@ -34,7 +34,7 @@ bench-select: setup
 # About an hour and a half on two cores; started again after a kill, it goes on where it was.
 train-embedded: setup
 	$(BIN)/python -m training.train --config training/configs/llava.yaml --out runs/llava
-	$(BIN)/python -m training.evaluate --model runs/llava/export --out runs/llava/export/evaluation.json
+	$(BIN)/python -m training.evaluate --packed --model runs/llava/export --out runs/llava/export/evaluation.json
 	$(BIN)/python -m training.card --run runs/llava --config training/configs/llava.yaml
 
 clean:

@@ -85,9 +85,10 @@ def _accuracy(evaluation: dict[str, Any]) -> str:
     full = evaluation["picture"]
     lines = [
         f"Exact match of greedy answers, {full['all']['questions']} questions about {evaluation['scenes']} scenes of",
-        f"the {evaluation['split']} split (style `{evaluation['style']}`, seeds from {evaluation['first_seed']}), each",
-        'asked alone; 95 % bootstrap intervals over scenes. "Best constant" is the share that the most frequent answer',
-        "to each wording gets. Controls: the same questions about a grey picture, and about another scene's picture.",
+        f"the {evaluation['split']} split (style `{evaluation['style']}`, seeds from {evaluation['first_seed']}),",
+        'no question seeing another; 95 % bootstrap intervals over scenes. "Best constant" is the share that the most',
+        "frequent answer to each wording gets. Controls: the same questions about a grey picture, and about another",
+        "scene's picture.",
         "",
         "| family | kind | questions | accuracy % | 95 % interval | best constant % | blank % | another scene % |",
         "|---|---|---|---|---|---|---|---|",
