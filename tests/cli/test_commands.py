@@ -212,11 +212,12 @@ def test_methods_lists_every_method_with_its_facts(monkeypatch: Any, capsys: Any
     code, out, _ = shell(monkeypatch, capsys, "methods", "--json")
     assert code == 0
     found = json.loads(out)
-    assert list(found)[:4] == ["stacktok", "mmtok", "divprune", "visionzip"]
+    assert list(found)[:4] == ["stacktok", "mmtok", "divprune", "cdpruner"]
     assert (found["fastv"]["stage"], found["fastv"]["attention"]) == ("inside", "language model")
     assert [name for name, facts in found.items() if facts["query_aware"]] == [
         "stacktok",
         "mmtok",
+        "cdpruner",
         "fastv",
         "sparsevlm",
     ]
@@ -237,6 +238,7 @@ def test_bench_compares_all_methods_and_names_those_that_cannot_run(monkeypatch:
         "StackTok",
         "MMTok",
         "DivPrune",
+        "CDPruner",
         "VisionZip",
         "Random",
         "Uniform grid",

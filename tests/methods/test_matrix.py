@@ -11,6 +11,7 @@ import torch
 from stacktok.core.tokens import SEPARATOR
 from stacktok.methods import (
     AveragePool,
+    CDPruner,
     DivPrune,
     FastV,
     MMTok,
@@ -32,6 +33,7 @@ METHODS: dict[str, Any] = {
     "MMTok": MMTok(budget=8),
     "MMTok, shared": MMTok(budget=8, allocation="shared"),
     "DivPrune": DivPrune(budget=8),
+    "CDPruner": CDPruner(budget=8),
     "VisionZip": VisionZip(budget=8),
     "VisionZip, CLS": VisionZip(budget=8, signal="cls"),
     "VisionZip, received": VisionZip(budget=8, signal="received"),
