@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
-.PHONY: setup demo test lint format bench-select clean
+.PHONY: setup demo test lint format bench-select train-embedded clean
 
 setup: $(STAMP)
 
@@ -30,6 +30,12 @@ test: lint
 
 bench-select: setup
 	$(BIN)/python benchmarks/bench_select.py
+
+# About an hour and a half on two cores; started again after a kill, it goes on where it was.
+train-embedded: setup
+	$(BIN)/python -m training.train --config training/configs/llava.yaml --out runs/llava
+	$(BIN)/python -m training.evaluate --model runs/llava/export --out runs/llava/export/evaluation.json
+	$(BIN)/python -m training.card --run runs/llava --config training/configs/llava.yaml
 
 clean:
 	rm -rf $(VENV) build dist out
