@@ -118,7 +118,7 @@ def _training(config: TrainConfig, minutes: float) -> str:
             _sizes(s, config),
             s.batch,
             s.steps,
-            f"{s.align:g} / {s.language:g}",
+            f"{s.align:g} / {s.language:g} / {s.grounding:g}",
             f"{s.adam:g} / {s.muon:g}",
         )
         rows.append(f"| {' | '.join(map(str, cells))} |")
@@ -128,15 +128,16 @@ def _training(config: TrainConfig, minutes: float) -> str:
         f"`python -m training.train --config training/configs/{config.name}.yaml`: {minutes:.0f} minutes on two CPU\n"
         "cores that other programs shared at times, "
         f"{scenes} scenes, float32, Muon for matrices and AdamW for the rest.{start}\n\n"
-        "| stage | px | scenes per step | steps | alignment / language | peak rate Adam / Muon |\n"
+        "| stage | px | scenes per step | steps | alignment / language / grounding | peak rate Adam / Muon |\n"
         "|---|---|---|---|---|---|\n"
         + "\n".join(rows)
         + "\n\nThe alignment loss pulls every projected patch token towards the word embeddings of what the patch\n"
         "shows (cosine over the tied embedding table), so that question words and patches share a space; read-outs\n"
         "for an object's box, its centre patch and the nouns in the picture (from CLS) exist in training only. The\n"
-        "language loss is cross-entropy on answers.\n\n"
+        "language loss is cross-entropy on answers. The grounding loss makes half of the first layer's heads look\n"
+        "from a question's word at the patches that show it.\n\n"
         "No pruned picture is ever seen in training. Stages that see windows smaller than the picture have shorter\n"
-        "visual sequences; the last stage has full ones only.\n\n![Learning curves](curves.png)"
+        f"visual sequences; the later ones have full ones only.\n\n{config.notes}![Learning curves](curves.png)"
     )
 
 

@@ -94,12 +94,13 @@ class Stage(_Strict):
 
 
 class TrainConfig(_Strict):
-    """A run: one model, its stages, and how often it reports.
+    """A run: one model, its stages, and how often it reports; `notes` go to the model card as they are.
 
     `init_from` names the embedded model, or the folder of an exported one, whose weights the run starts from.
     """
 
     name: str
+    notes: str = ""
     seed: int = 0
     threads: int = 2
     workers: int = 1

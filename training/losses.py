@@ -139,15 +139,19 @@ class Objective:
         report["align/cls"] = present.item()
         return total + 2.0 * box + 0.5 * centre + 0.5 * present, report
 
-    def sequence(self, tokens: Tensor) -> Tensor:
-        """Visual part of the prompt (b, length, width) from the projected tokens of all crops (b * c, n, width)."""
+    def sequence(self, crops: Tensor, newline: Tensor) -> Tensor:
+        """Put what belongs to the patches of all crops (b * c, n, width) into the prompt's order (b, length, width).
+
+        One view stays as it is. Of a base view and four tiles, the base comes first, then the tiles' rows side by side
+        with `newline` (width) at the end of each.
+        """
         if self.model.config.model_type == "llava":
-            return tokens
-        base, *tiles = tokens.unflatten(0, (-1, 5)).unbind(1)
+            return crops
+        base, *tiles = crops.unflatten(0, (-1, 5)).unbind(1)
         squares = [tile.unflatten(1, (self.grid, self.grid)) for tile in tiles]
         canvas = torch.cat([torch.cat(squares[:2], dim=2), torch.cat(squares[2:], dim=2)], dim=1)
-        newline = self.model.model.image_newline.expand(len(canvas), canvas.shape[1], 1, -1)
-        return torch.cat([base, torch.cat([canvas, newline], dim=2).flatten(1, 2)], dim=1)
+        ends = newline.expand(len(canvas), canvas.shape[1], 1, -1)
+        return torch.cat([base, torch.cat([canvas, ends], dim=2).flatten(1, 2)], dim=1)
 
     def prompt(self, batch: Batch, tokens: Tensor) -> Prompt:
         """Start, picture and all questions of each scene in one row.
@@ -155,7 +159,7 @@ class Objective:
         Each question sees the start of the prompt, the picture and itself, at the positions it would have alone.
         """
         text = self.model.model.language_model
-        visual = self.sequence(tokens)
+        visual = self.sequence(tokens, getattr(self.model.model, "image_newline", torch.empty(0)))
         prefix = torch.tensor(self.prefix).expand(len(visual), -1)
         before = visual.shape[1] + prefix.shape[1]
         hidden = torch.cat([text.embed_tokens(prefix), visual, text.embed_tokens(batch.ids)], dim=1)
@@ -181,7 +185,10 @@ class Objective:
             Mean negative log of the attention on those patches, and its mean share.
         """
         layer = self.model.model.language_model.layers[0]
-        attention, start = layer.self_attn, prompt.before - batch.words.shape[-1]
+        attention = layer.self_attn
+        # (b, length, slots); an end of a row shows nothing.
+        words = self.sequence(batch.words.mT, torch.full((len(SLOTS),), -1))
+        start = prompt.before - words.shape[1]
         normed = layer.input_layernorm(prompt.hidden)
         heads = attention.config.num_attention_heads // 2
         width = heads * attention.head_dim
@@ -192,10 +199,10 @@ class Objective:
         query, key = apply_rotary_pos_emb(half(attention.q_proj), half(attention.k_proj), *prompt.rotation)
         scores = query[:, :, prompt.before :] @ key.mT * attention.scaling
         scores = scores.masked_fill(~prompt.mask[:, :, prompt.before :], -torch.inf).log_softmax(-1)
-        shown = torch.zeros(*batch.ids.shape, batch.words.shape[-1], dtype=torch.bool)
-        for index, words in enumerate(self.word_in_slot):
-            word = words[batch.ids]
-            shown |= (word[:, :, None] == batch.words[:, index, None, :]) & (word >= 0)[:, :, None]
+        shown = torch.zeros(*batch.ids.shape, words.shape[1], dtype=torch.bool)
+        for index, table in enumerate(self.word_in_slot):
+            asked = table[batch.ids]
+            shown |= (asked[:, :, None] == words[:, None, :, index]) & (asked >= 0)[:, :, None]
         useful = shown.any(-1)
         seen = scores[..., start : prompt.before].transpose(1, 2)[useful]
         mass = seen.masked_fill(~shown[useful][:, None], -torch.inf).logsumexp(-1)

@@ -7,6 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.normalizers import Lowercase
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from stacktok import StackTok
 from stacktok.models.query import (
@@ -14,6 +19,7 @@ from stacktok.models.query import (
     KNOWN_MARKERS,
     Markers,
     content_words,
+    decoded_markers,
     last_user_turn,
     processor_markers,
     question_words,
@@ -90,6 +96,19 @@ def test_an_unknown_template_gives_its_own_markers() -> None:
     assert found[0] == Markers("<u>", "</u>")
     assert found[1:] == KNOWN_MARKERS
     assert last_user_turn("<u>one</u>\n<a>two</a>\n<u>three</u>\n<a>", found) == "three"
+
+
+def test_markers_are_found_in_prompts_of_a_tokenizer_that_changes_the_text() -> None:
+    """WordPiece lowers the case and splits off punctuation; the template wrote "USER:", the prompt says "user :"."""
+    vocabulary = ["[UNK]", "user", "assistant", ":", "is", "a", "dog", "there"]
+    words = Tokenizer(WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="[UNK]"))
+    words.normalizer, words.pre_tokenizer = Lowercase(), Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
+    text = tokenizer.decode(tokenizer("USER: Is there a dog ASSISTANT:")["input_ids"])
+    assert last_user_turn(text, KNOWN_MARKERS) is None
+    markers = decoded_markers(KNOWN_MARKERS, tokenizer)
+    assert last_user_turn(text, markers).strip() == "is there a dog"
+    assert not any("[UNK]" in marker for pair in markers for marker in pair)
 
 
 @pytest.mark.parametrize("family", ["llava", "llava_next", "llava_next_mistral", "qwen2_5_vl"])

@@ -7,7 +7,7 @@ A method answers with output tokens in order; nothing downstream needs to know w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -22,6 +22,29 @@ Ints = NDArray[np.int64]
 
 SEPARATOR = -1
 """Crop number of an output token that is a separator (a newline of the layout), not an image token."""
+
+
+@dataclass(frozen=True, eq=False)
+class TowerAttention:
+    """What the vision tower's attention said about one crop; only read where a method needs it.
+
+    Attributes
+    ----------
+    scores
+        Attention that each token receives, (n_c,): from CLS, summed over heads; or from all tokens, averaged over
+        heads and summed over queries.
+    keys
+        Key vector of each token, mean over heads, (n_c, d_k).
+    cls
+        Pre-projector features of the CLS token, (d_v,); None where the tower has none.
+    project
+        The projector, (k, d_v) to (k, d); None where a token is not the projection of one feature vector.
+    """
+
+    scores: torch.Tensor
+    keys: torch.Tensor
+    cls: torch.Tensor | None = None
+    project: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +67,8 @@ class EncodedCrop:
     separators
         Index into `EncodedImage.separators` of the separator that closes the token's line, (n_c,), -1 for none; None
         where no line is closed.
+    attention
+        The vision tower's attention, for the methods that need it; None otherwise.
     """
 
     vision: torch.Tensor
@@ -52,6 +77,7 @@ class EncodedCrop:
     eligible: Mask
     places: Ints
     separators: Ints | None = None
+    attention: TowerAttention | None = None
 
     @property
     def n(self) -> int:

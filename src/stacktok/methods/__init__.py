@@ -2,7 +2,37 @@
 
 from __future__ import annotations
 
+from stacktok.methods.average_pool import AveragePool
 from stacktok.methods.base import FeatureMethod, Method
+from stacktok.methods.divprune import DivPrune
+from stacktok.methods.facts import Facts
+from stacktok.methods.mmtok import MMTok
+from stacktok.methods.pick import Choice, PickMethod
+from stacktok.methods.random_tokens import RandomTokens
+from stacktok.methods.registry import available, method_class
+from stacktok.methods.rows import ABLATIONS, PAPER_BUDGETS, ablation, at_depth, paper_budgets
 from stacktok.methods.stacktok import StackTok
+from stacktok.methods.uniform_grid import UniformGrid
+from stacktok.methods.visionzip import VisionZip
 
-__all__ = ["FeatureMethod", "Method", "StackTok"]
+__all__ = [
+    "ABLATIONS",
+    "PAPER_BUDGETS",
+    "AveragePool",
+    "Choice",
+    "DivPrune",
+    "Facts",
+    "FeatureMethod",
+    "MMTok",
+    "Method",
+    "PickMethod",
+    "RandomTokens",
+    "StackTok",
+    "UniformGrid",
+    "VisionZip",
+    "ablation",
+    "at_depth",
+    "available",
+    "method_class",
+    "paper_budgets",
+]

@@ -16,6 +16,7 @@ import torch
 
 from stacktok.core.budget import Budget, budget_share
 from stacktok.core.tokens import EncodedImage, Reduction
+from stacktok.methods.facts import Facts
 
 if TYPE_CHECKING:
     from stacktok.models.base import ModelAdapter
@@ -38,6 +39,7 @@ class Method(ABC):
     """
 
     stage: ClassVar[str]
+    facts: ClassVar[Facts]
 
     budget: Budget | None = None
     positions: Positions | None = None
@@ -56,7 +58,8 @@ class Method(ABC):
         model
             A loaded vision-language model.
         processor
-            Its processor, whose tokenizer and chat template read the query from the prompt.
+            Its processor, whose tokenizer and chat template read the query from the prompt; None where every query is
+            given as embeddings or None.
         adapter
             How to talk to a model family that is not registered; see ``docs/add-a-model.md``.
         """

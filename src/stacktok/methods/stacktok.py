@@ -17,6 +17,7 @@ from stacktok.core.record import CropSelection, Selection
 from stacktok.core.selection import select
 from stacktok.core.tokens import EncodedCrop, EncodedImage, Reduction
 from stacktok.methods.base import FeatureMethod
+from stacktok.methods.facts import Facts
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,13 @@ class StackTok(FeatureMethod):
     tau_query
         Temperature of the query affinities; None takes the model family's (0.02, on Qwen2.5-VL 0.01).
     """
+
+    facts = Facts(
+        name="StackTok",
+        paper="StackTok, the paper of this package",
+        query_aware=True,
+        deviations=("affinities are rounded to a grid on which sums are exact, so that ties are real ties",),
+    )
 
     tau_query: float | None = None
     tau_vision: float = 0.2

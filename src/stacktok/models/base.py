@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from stacktok.core.tokens import EncodedImage
@@ -26,6 +28,25 @@ BUILT_IN = {
     "llava_next": "stacktok.models.llava_next:LlavaNextAdapter",
     "qwen2_5_vl": "stacktok.models.qwen2_5_vl:Qwen2_5_VLAdapter",
 }
+
+
+@dataclass(eq=False)
+class TowerReading:
+    """What one layer of the vision tower showed while it ran.
+
+    Attributes
+    ----------
+    scores
+        Attention received by the tokens of every sequence that the layer attended over, CLS left out, (s,) each.
+    keys
+        Their keys, mean over heads, (s, d_k) each.
+    has_cls
+        Whether those sequences begin with CLS.
+    """
+
+    scores: list[torch.Tensor]
+    keys: list[torch.Tensor]
+    has_cls: bool
 
 
 class ModelAdapter(ABC):
@@ -71,6 +92,29 @@ class ModelAdapter(ABC):
         list
             One per image; `EncodedImage.length` must be the number of rows in ``pooler_output``.
         """
+
+    def tower_attention(self, model: Any) -> tuple[nn.Module, nn.Module, bool]:
+        """The vision tower, the attention module in it that ranks tokens, and whether its first token is CLS."""
+        raise ValueError(
+            f"the vision tower's attention cannot be read on {self.family}; its adapter has no tower_attention, so use "
+            "a method that needs no attention"
+        )
+
+    def add_attention(
+        self, images: list[EncodedImage], reading: TowerReading, output: Any, arguments: Mapping[str, Any], model: Any
+    ) -> list[EncodedImage]:
+        """The images of one call of `encode`, each crop with its `TowerAttention`.
+
+        Parameters
+        ----------
+        images
+            As `encode` made them.
+        reading
+            What the module of `tower_attention` showed during the call.
+        output, arguments, model
+            As in `encode`.
+        """
+        raise ValueError(f"the adapter of {self.family} reads the tower's attention but does not say whose it is")
 
     def base(self, model: Any) -> nn.Module:
         """The module that embeds the prompt, puts the image features in and calls the language model."""

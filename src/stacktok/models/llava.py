@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from stacktok.core.inputs import Mask
-from stacktok.core.tokens import EncodedImage, single_crop
-from stacktok.models.base import ModelAdapter
+from stacktok.core.tokens import EncodedImage, TowerAttention, single_crop
+from stacktok.models.base import ModelAdapter, TowerReading
 
 # A quarter of a grey level after normalisation: rounding to half precision stays below it, another colour does not.
 _SAME_COLOUR = 0.25 / 255 / 0.27
@@ -44,6 +46,77 @@ class LlavaAdapter(ModelAdapter):
                 single_crop(vision[index].detach(), projected.detach(), grid, eligible, tau_query=self.tau_query)
             )
         return images
+
+    def tower_attention(self, model: Any) -> tuple[nn.Module, nn.Module, bool]:
+        """The layer whose output feeds the projector."""
+        return feature_layer(self.base(model).vision_tower, model.config)
+
+    def add_attention(
+        self, images: list[EncodedImage], reading: TowerReading, output: Any, arguments: Mapping[str, Any], model: Any
+    ) -> list[EncodedImage]:
+        """One view per image."""
+        states = tower_features(output.hidden_states, feature_choice(arguments, model.config)[0], "full")
+        return with_views(images, reading, states, self.base(model).multi_modal_projector)
+
+
+def feature_layer(tower: Any, config: Any) -> tuple[nn.Module, nn.Module, bool]:
+    """The tower, the attention module of the layer whose output feeds the projector, and whether CLS comes first."""
+    layers = tower.encoder.layers
+    chosen = config.vision_feature_layer
+    chosen = chosen if isinstance(chosen, int) else chosen[-1]
+    # hidden_states[0] is the embedding, so hidden_states[f] is the output of layer f - 1.
+    layer = layers[chosen - 1 if chosen > 0 else len(layers) + chosen]
+    has_cls = getattr(tower.embeddings, "class_embedding", None) is not None
+    if has_cls and config.vision_feature_select_strategy != "default":
+        raise ValueError(
+            "the model keeps CLS among its image tokens (vision_feature_select_strategy="
+            f"{config.vision_feature_select_strategy!r}); methods that read its attention need 'default'"
+        )
+    return tower, layer.self_attn, has_cls
+
+
+@torch.no_grad()
+def with_views(
+    images: list[EncodedImage], reading: TowerReading, states: torch.Tensor, project: Any
+) -> list[EncodedImage]:
+    """Images whose crops are the tower's views, in order, each with its attention.
+
+    Parameters
+    ----------
+    images
+        The images of one encoder call.
+    reading
+        One sequence per view.
+    states
+        What feeds the projector, CLS included where there is one, (views, n + 1, d_v).
+    project
+        The projector.
+    """
+    count = sum(len(image.crops) for image in images)
+    if len(reading.scores) != count:
+        raise ValueError(f"the vision tower attended over {len(reading.scores)} views for {count} crops")
+    crops = iter(range(count))
+    found = []
+    for image in images:
+        views = [next(crops) for _ in image.crops]
+        found.append(
+            replace(
+                image,
+                crops=tuple(
+                    replace(
+                        crop,
+                        attention=TowerAttention(
+                            reading.scores[view],
+                            reading.keys[view],
+                            states[view, 0].detach() if reading.has_cls else None,
+                            torch.no_grad()(project),
+                        ),
+                    )
+                    for crop, view in zip(image.crops, views, strict=True)
+                ),
+            )
+        )
+    return found
 
 
 def feature_choice(arguments: Mapping[str, Any], config: Any) -> tuple[int | Sequence[int], str]:

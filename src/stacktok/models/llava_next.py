@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from stacktok.core.tokens import EncodedCrop, EncodedImage, Ints
-from stacktok.models.base import ModelAdapter
-from stacktok.models.llava import feature_choice, tower_features
+from stacktok.models.base import ModelAdapter, TowerReading
+from stacktok.models.llava import feature_choice, feature_layer, tower_features, with_views
 
 
 class LlavaNextAdapter(ModelAdapter):
@@ -43,6 +44,17 @@ class LlavaNextAdapter(ModelAdapter):
             images.append(encode_tiles(seen, projected, layout, tau_query=self.tau_query))
             first = views.stop
         return images
+
+    def tower_attention(self, model: Any) -> tuple[nn.Module, nn.Module, bool]:
+        """The layer whose output feeds the projector."""
+        return feature_layer(self.base(model).vision_tower, model.config)
+
+    def add_attention(
+        self, images: list[EncodedImage], reading: TowerReading, output: Any, arguments: Mapping[str, Any], model: Any
+    ) -> list[EncodedImage]:
+        """Base view and tiles of each image, in order."""
+        states = tower_features(output.hidden_states, feature_choice(arguments, model.config)[0], "full")
+        return with_views(images, reading, states, self.base(model).multi_modal_projector)
 
 
 class CanvasLayout:

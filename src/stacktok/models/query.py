@@ -109,6 +109,23 @@ def processor_markers(processor: Any) -> tuple[Markers, ...]:
     return KNOWN_MARKERS
 
 
+def decoded_markers(markers: Iterable[Markers], tokenizer: Any) -> tuple[Markers, ...]:
+    """Markers as they look in decoded prompts, the form in which they are looked for first.
+
+    A tokenizer that lowers the case or splits off punctuation does not give back the text that the template wrote.
+    Markers that it does not know at all are left as they are.
+    """
+    unknown = getattr(tokenizer, "unk_token_id", None)
+
+    def decoded(text: str) -> str:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return text if unknown in ids else str(tokenizer.decode(ids, skip_special_tokens=False)).strip()
+
+    written = tuple(markers)
+    found = (Markers(decoded(marker.begin), decoded(marker.end)) for marker in written)
+    return tuple(dict.fromkeys(pair for both in zip(found, written, strict=True) for pair in both if all(pair)))
+
+
 def last_user_turn(text: str, markers: Iterable[Markers]) -> str | None:
     """The text of the last user turn, or None where no marker is found."""
     for begin, end in markers:

@@ -7,13 +7,15 @@ features of a merged token are the mean of its four patches, put back in raster 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
-from stacktok.core.tokens import EncodedCrop, EncodedImage
-from stacktok.models.base import ModelAdapter
+from stacktok.core.tokens import EncodedCrop, EncodedImage, TowerAttention
+from stacktok.models.base import ModelAdapter, TowerReading
 from stacktok.models.query import question_words
 
 
@@ -50,6 +52,35 @@ class Qwen2_5_VLAdapter(ModelAdapter):  # noqa: N801 - the family's own spelling
             images.append(encode_frames(vision[rows], projected.detach(), grid, tau_query=self.tau_query))
             first = rows.stop
         return images
+
+    def tower_attention(self, model: Any) -> tuple[nn.Module, nn.Module, bool]:
+        """The last block that attends over the whole image; there is no CLS."""
+        visual: Any = self.base(model).visual
+        return visual, visual.blocks[max(model.config.vision_config.fullatt_block_indexes)].attn, False
+
+    def add_attention(
+        self, images: list[EncodedImage], reading: TowerReading, output: Any, arguments: Mapping[str, Any], model: Any
+    ) -> list[EncodedImage]:
+        """Scores and keys of a merged token are the means over its four patches, put back in raster order."""
+        from transformers.vision_utils import get_vision_window_index
+
+        config = model.config.vision_config
+        merge = config.spatial_merge_size
+        grids = next(value for name, value in arguments.items() if name.endswith("_grid_thw") and value is not None)
+        order, _ = get_vision_window_index(
+            grids, spatial_merge_size=merge, window_size=config.window_size, patch_size=config.patch_size
+        )
+        scores = merged_features(torch.cat(reading.scores)[:, None], order, merge * merge)[:, 0]
+        keys = merged_features(torch.cat(reading.keys), order, merge * merge)
+        found, first = [], 0
+        for image in images:
+            crops = []
+            for crop in image.crops:
+                own = slice(first, first + crop.n)
+                crops.append(replace(crop, attention=TowerAttention(scores[own], keys[own])))
+                first = own.stop
+            found.append(replace(image, crops=tuple(crops)))
+        return found
 
     def query_words(self, text: str) -> list[str]:
         """The question-prefixed text, unfiltered."""

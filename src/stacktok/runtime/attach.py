@@ -30,7 +30,7 @@ class Attachment:
         self.model = getattr(model, "_orig_mod", model)
         self.method, self.processor = method, processor
         self.adapter = adapter if adapter is not None else adapter_for(self.model)
-        if getattr(processor, "tokenizer", None) is None:
+        if processor is not None and getattr(processor, "tokenizer", None) is None:
             raise TypeError(
                 f"processor has type {type(processor).__name__} and no tokenizer; give the model's AutoProcessor"
             )

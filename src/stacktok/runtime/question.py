@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from stacktok.models.base import ModelAdapter
-from stacktok.models.query import last_user_turn, processor_markers, without_special_tokens, word_ids
+from stacktok.models.query import decoded_markers, last_user_turn, processor_markers, without_special_tokens, word_ids
 from stacktok.runtime.run import PROMPT, FromPrompt, OneQuery
 
 
@@ -43,8 +43,9 @@ class QuestionReader:
     """
 
     def __init__(self, model: Any, processor: Any, adapter: ModelAdapter) -> None:
-        self.model, self.tokenizer, self.adapter = model, processor.tokenizer, adapter
-        self.markers = processor_markers(processor)
+        self.model, self.adapter = model, adapter
+        self.tokenizer: Any = getattr(processor, "tokenizer", None)
+        self.markers = decoded_markers(processor_markers(processor), self.tokenizer)
         self._warned = False
 
     def prompt_words(self, ids: Sequence[int]) -> list[str]:
@@ -64,6 +65,8 @@ class QuestionReader:
 
     def has_user_turn(self, ids: Sequence[int]) -> bool:
         """Whether tokens open a user turn."""
+        if self.tokenizer is None:
+            return False
         return last_user_turn(self.tokenizer.decode(ids, skip_special_tokens=False), self.markers) is not None
 
     def question(self, query: OneQuery | FromPrompt, prompt: Sequence[int] | None, device: torch.device) -> Question:
@@ -82,6 +85,11 @@ class QuestionReader:
             return Question(None, None, None)
         if isinstance(query, torch.Tensor):
             return Question(query, None, id(query))
+        if self.tokenizer is None:
+            raise ValueError(
+                "a query cannot be read from words without a tokenizer; give the model's processor, or set "
+                "pruned.query to embeddings or None"
+            )
         if query is PROMPT:
             if prompt is None:
                 raise ValueError(

@@ -40,6 +40,7 @@ from stacktok.runtime.compaction import (
 )
 from stacktok.runtime.question import Question, QuestionReader
 from stacktok.runtime.run import PROMPT, ImageResult, Pruned
+from stacktok.runtime.tower import TowerTap
 
 if TYPE_CHECKING:
     from stacktok.methods.base import FeatureMethod
@@ -143,21 +144,25 @@ class Session:
         self.keep_positions = adapter.mrope or method.positions == "kept"
         self.reader = QuestionReader(model, processor, adapter)
         self.run = Pruned(method.budget)
+        reads_tower = method.facts.attention == "vision tower"
+        self.tower = TowerTap(adapter, model, getattr(method, "signal", None)) if reads_tower else None
         self._names = tuple(inspect.signature(adapter.base(model).forward).parameters)
         self._local = threading.local()
 
     def attach(self, undo: list[Callable[[], object]]) -> None:
         """Set every hook; ``undo`` receives what takes each away again."""
         base, language_model = self.adapter.base(self.model), self.adapter.language_model(self.model)
+        # A compiled model runs the hooks between its graphs, not inside them.
+        uncompiled: Any = torch.compiler.disable
         for modality in self.adapter.modalities:
             # Generation encodes by calling this function, not a module, and alone knows its arguments: no module hook
             # sees the image sizes. The stand-in is an attribute of this one object.
             name = f"get_{modality}_features"
-            base.__dict__[name] = FeatureTap(getattr(base, name), functools.partial(self._note, modality))
-            undo.append(functools.partial(base.__dict__.pop, name))
-
-        # A compiled model runs the hooks between its graphs, not inside them.
-        uncompiled: Any = torch.compiler.disable
+            undo.append(functools.partial(_put_back, base, name, vars(base).get(name)))
+            note = functools.partial(uncompiled(self._note), modality)
+            vars(base)[name] = FeatureTap(getattr(base, name), note)
+        if self.tower is not None:
+            self.tower.attach(undo)
 
         def before(module: nn.Module, hook: Callable[..., Any]) -> None:
             undo.append(module.register_forward_pre_hook(uncompiled(hook), with_kwargs=True).remove)
@@ -188,6 +193,9 @@ class Session:
     def _encode(self, modality: str, output: Any, arguments: Mapping[str, Any]) -> Encoded:
         begin = time.perf_counter()
         images = self.adapter.encode(modality, output, arguments, self.model, self.processor)
+        reading = None if self.tower is None else self.tower.take()
+        if reading is not None:
+            images = self.adapter.add_attention(images, reading, output, arguments, self.model)
         features = tuple(output.pooler_output)
         lengths, rows = [image.length for image in images], [len(feature) for feature in features]
         if lengths != rows:
@@ -450,6 +458,14 @@ class Session:
         if isinstance(output, tuple):
             return (loss, *output)
         return type(output)(**{**output, "loss": loss})
+
+
+def _put_back(module: nn.Module, name: str, value: Any) -> None:
+    """Restore an attribute of one object; None takes it away, so that the class's own shows again."""
+    if value is None:
+        del vars(module)[name]
+    else:
+        vars(module)[name] = value
 
 
 def _text_from(layout: Layout, spans: Sequence[Sequence[Span]]) -> int:

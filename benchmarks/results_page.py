@@ -1,0 +1,213 @@
+"""Write docs/results.md from the result files of `compare_selectors.py`.
+
+    python benchmarks/results_page.py --results DIR [--next DIR] --words docs/results-words.md --out docs/results.md
+
+Retention is the paper's: per family, accuracy with pruned tokens over accuracy with all, averaged over families.
+Intervals resample scenes, since questions on one scene are not independent. The words between the tables come from a
+file of their own; every number in the tables comes from the result files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compare_selectors import ABLATIONS, ALPHAS, BUDGETS, CROPS, DEPTHS, FULL, MAIN, cell_name
+from stacktok.evaluation.retention import retention
+from stacktok.evaluation.statistics import paired_comparison
+
+Floats = NDArray[np.float64]
+RESAMPLES = 4000
+
+
+@dataclass(eq=False)
+class Results:
+    """All result files of one run, joined."""
+
+    items: list[dict[str, Any]]
+    cells: dict[str, Floats]
+    gate: dict[str, list[dict[str, Any]]]
+
+    def __post_init__(self) -> None:
+        self.families = list(dict.fromkeys(item["family"] for item in self.items))
+        self.family = np.array([self.families.index(item["family"]) for item in self.items])
+        _, self.scene = np.unique([item["scene"] for item in self.items], return_inverse=True)
+        counts = np.random.default_rng(0).multinomial(
+            self.scene.max() + 1, np.full(self.scene.max() + 1, 1 / (self.scene.max() + 1)), size=RESAMPLES
+        )
+        self._draws = counts.astype(np.float64)
+
+    @classmethod
+    def load(cls, folder: Path) -> Results:
+        """Join the chunks of a folder; only cells that every chunk has count."""
+        chunks = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+        if not chunks:
+            raise ValueError(f"{folder} holds no result files; run compare_selectors.py first")
+        names = [name for name in chunks[0]["cells"] if all(name in chunk["cells"] for chunk in chunks)]
+        return cls(
+            items=[item for chunk in chunks for item in chunk["items"]],
+            cells={name: np.concatenate([chunk["cells"][name] for chunk in chunks]).astype(float) for name in names},
+            gate={str(k): [fact for chunk in chunks for fact in chunk["gate"].get(str(k), [])] for k in BUDGETS},
+        )
+
+    def by_family(self, cell: str) -> dict[str, float]:
+        """Accuracy per family."""
+        right = self.cells[cell]
+        return {name: float(right[self.family == f].mean()) for f, name in enumerate(self.families)}
+
+    def retention(self, cell: str) -> tuple[float, float, float]:
+        """Relative retention with its 95 % interval."""
+        estimate = retention(self.by_family(cell), self.by_family(FULL), self.families)
+        draws = 100 * (self._resampled(cell) / self._resampled(FULL)).mean(axis=1)
+        low, high = np.quantile(draws, [0.025, 0.975])
+        return estimate, float(low), float(high)
+
+    def retention_difference(self, cell: str, other: str) -> tuple[float, float, float]:
+        """Difference of two retentions, resampled together."""
+        estimate = self.retention(cell)[0] - self.retention(other)[0]
+        full = self._resampled(FULL)
+        draws = 100 * ((self._resampled(cell) - self._resampled(other)) / full).mean(axis=1)
+        low, high = np.quantile(draws, [0.025, 0.975])
+        return estimate, float(low), float(high)
+
+    def _resampled(self, cell: str) -> Floats:
+        """Accuracy per family in every resample of the scenes, (resamples, families)."""
+        shape = (self.scene.max() + 1, len(self.families))
+        right, total = np.zeros(shape), np.zeros(shape)
+        np.add.at(right, (self.scene, self.family), self.cells[cell])
+        np.add.at(total, (self.scene, self.family), 1)
+        accuracy: Floats = (self._draws @ right) / (self._draws @ total)
+        return accuracy
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def retentions(results: Results, names: list[str], positions: str) -> str:
+    """Retention of every variant at every budget."""
+    rows = []
+    for name in names:
+        if cell_name(name, BUDGETS[0], positions) not in results.cells:
+            continue
+        cells = (results.retention(cell_name(name, k, positions)) for k in BUDGETS)
+        rows.append([name, *(f"{mid:.1f} [{low:.1f}, {high:.1f}]" for mid, low, high in cells)])
+    return table(["retention, %", *map(str, BUDGETS)], rows)
+
+
+def differences(results: Results, names: list[str], baseline: str, positions: str) -> str:
+    """Paired differences of retention, with the paired test on items."""
+    rows = []
+    for name in names:
+        if name == baseline or cell_name(name, BUDGETS[0], positions) not in results.cells:
+            continue
+        row = [name]
+        for k in BUDGETS:
+            cell, other = cell_name(name, k, positions), cell_name(baseline, k, positions)
+            mid, low, high = results.retention_difference(cell, other)
+            p = paired_comparison(results.cells[cell], results.cells[other], groups=results.scene).p_value
+            mark = " *" if p < 0.05 else ""
+            row.append(f"{mid:+.1f} [{low:+.1f}, {high:+.1f}]{mark}")
+        rows.append(row)
+    return table([f"minus {baseline}, points", *map(str, BUDGETS)], rows)
+
+
+def accuracies(results: Results, names: list[str], budget: int, positions: str) -> str:
+    """Accuracy per family at one budget."""
+    rows = [[FULL, *(f"{100 * value:.1f}" for value in results.by_family(FULL).values())]]
+    for name in names:
+        cell = cell_name(name, budget, positions)
+        if cell in results.cells:
+            rows.append([name, *(f"{100 * value:.1f}" for value in results.by_family(cell).values())])
+    return table([f"accuracy at {budget}, %", *results.families], rows)
+
+
+def gate(results: Results, budget: int) -> str:
+    """How the gate behaved, per family."""
+    facts = results.gate[str(budget)]
+    if len(facts) != len(results.items):
+        return ""
+    rows = []
+    groups = [(name, results.family == f) for f, name in enumerate(results.families)]
+    local = np.array([item["local"] for item in results.items])
+    for name, chosen in [*groups, ("all local", local), ("all holistic", ~local)]:
+        part = [fact for fact, use in zip(facts, chosen, strict=True) if use]
+        strictness = np.array([fact["strictness"] for fact in part])
+        rows.append(
+            [
+                name,
+                f"{np.mean([fact['rows'] for fact in part]):.1f}",
+                " / ".join(f"{value:.2f}" for value in np.quantile(strictness, [0.1, 0.5, 0.9])),
+                f"{100 * np.mean([fact['bound'] for fact in part]):.1f} %",
+                f"{np.mean([fact['relevance_picks'] for fact in part]):.1f}",
+            ]
+        )
+    header = [f"at {budget}", "query rows", "strictness 10/50/90 %", "steps with a deficit", "relevance picks"]
+    return table(header, rows)
+
+
+def best_scalarization(results: Results, positions: str) -> str:
+    """The best fixed alpha of every budget, chosen on these very questions, beside the gated policy."""
+    row = ["best fixed scalarization"]
+    for k in BUDGETS:
+        found = {a: results.retention(cell_name(f"scalarization, alpha {a}", k, positions))[0] for a in ALPHAS}
+        alpha = max(found, key=lambda a: found[a])
+        row.append(f"{found[alpha]:.1f} (alpha {alpha})")
+    return table(["retention, %", *map(str, BUDGETS)], [row])
+
+
+def main() -> None:
+    """Fill the words' placeholders with tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--next", type=Path, help="results of the multi-crop model")
+    parser.add_argument("--words", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    results = Results.load(arguments.results)
+    full = results.cells[FULL]
+    main_names, depths = list(MAIN), ["StackTok", *DEPTHS]
+    filled = {
+        "questions": str(len(results.items)),
+        "scenes": str(int(results.scene.max()) + 1),
+        "full accuracy": f"{100 * full.mean():.1f} %",
+        "accuracy 64": accuracies(results, [*main_names, *DEPTHS], 64, "compact"),
+        "accuracy 16": accuracies(results, [*main_names, *DEPTHS], 16, "compact"),
+    }
+    for positions in ("compact", "kept"):
+        filled[f"main {positions}"] = retentions(results, main_names, positions)
+        filled[f"depth {positions}"] = retentions(results, depths, positions)
+        filled[f"depth minus stacktok {positions}"] = differences(results, list(DEPTHS), "StackTok", positions)
+        filled[f"ablations {positions}"] = retentions(results, ["StackTok", *ABLATIONS], positions)
+        filled[f"ablations minus stacktok {positions}"] = differences(results, list(ABLATIONS), "StackTok", positions)
+        if cell_name("MMTok", 64, positions) in results.cells:
+            filled[f"minus mmtok {positions}"] = differences(results, main_names, "MMTok", positions)
+        if cell_name(f"scalarization, alpha {ALPHAS[0]}", 64, positions) in results.cells:
+            filled[f"scalarization {positions}"] = best_scalarization(results, positions)
+    for k in BUDGETS:
+        filled[f"gate {k}"] = gate(results, k)
+    if arguments.next:
+        crops = Results.load(arguments.next)
+        names = ["MMTok", "StackTok", *CROPS, *DEPTHS]
+        filled["next questions"] = str(len(crops.items))
+        filled["next main"] = retentions(crops, names, "compact")
+        filled["next minus stacktok"] = differences(crops, [*CROPS, *DEPTHS], "StackTok", "compact")
+    text = arguments.words.read_text()
+    for name, value in filled.items():
+        text = text.replace("{{" + name + "}}", value)
+    if "{{" in text:
+        missing = text.split("{{")[1].split("}}")[0]
+        raise ValueError(f"{arguments.words} asks for {missing!r}, which these results do not have")
+    arguments.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Floating-point operations of the stages, counted from the shapes: what a speed-up could be at best."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from stacktok.models.base import ModelAdapter
+
+
+@dataclass(frozen=True)
+class Work:
+    """Multiplications and additions.
+
+    Attributes
+    ----------
+    vision, prefill, decode
+        Encoder and projector; the language model on the prompt; on all further tokens together.
+    """
+
+    vision: float
+    prefill: float
+    decode: float
+
+    @property
+    def total(self) -> float:
+        """All stages; selection counts as nothing, which is the ideal."""
+        return self.vision + self.prefill + self.decode
+
+
+def language_work(layer_weights: int, width: int, layers: int, columns: int, past: int = 0) -> float:
+    """A causal language model on ``columns`` new tokens after ``past`` ones.
+
+    Every weight of a layer multiplies every token once (2 operations); attention takes, per layer, 4 operations per
+    pair of a token and one that it sees, times the width.
+    """
+    pairs = columns * past + columns * (columns + 1) / 2
+    return 2.0 * layer_weights * columns + 4.0 * layers * width * pairs
+
+
+def work_of(model: Any, adapter: ModelAdapter, inputs: Any, columns: int, new_tokens: int) -> Work:
+    """The work of one `generate` call whose prompt has ``columns`` columns in the language model.
+
+    Parameters
+    ----------
+    model, adapter
+        The model and its adapter.
+    inputs
+        Its inputs, one prompt.
+    columns
+        Columns of the prompt after pruning.
+    new_tokens
+        Tokens generated.
+    """
+    config = model.config.get_text_config()
+    weights = sum(_matrices(layer) for layer in adapter.layers(model))
+    width, layers = config.num_attention_heads * _head(config), config.num_hidden_layers
+    head = model.get_output_embeddings().weight.numel()
+    steps = (
+        language_work(weights, width, layers, 1, past) + 2 * head for past in range(columns, columns + new_tokens - 1)
+    )
+    return Work(
+        vision=vision_work(model, adapter, inputs),
+        prefill=language_work(weights, width, layers, columns) + 2 * head,
+        decode=sum(steps),
+    )
+
+
+def vision_work(model: Any, adapter: ModelAdapter, inputs: Any) -> float:
+    """Encoder and projector: weights times patches, and attention over each view."""
+    config = model.config.vision_config
+    base, language_model = adapter.base(model), adapter.language_model(model)
+    weights = sum(_matrices(child) for child in base.children() if child is not language_model)
+    pixels = inputs["pixel_values"]
+    if pixels.ndim == 2:
+        views = [int(t * h * w) for t, h, w in inputs["image_grid_thw"].tolist()]
+    else:
+        patches = (config.image_size // config.patch_size) ** 2 + 1
+        views = [patches] * (pixels.shape[0] if pixels.ndim == 4 else pixels.shape[0] * pixels.shape[1])
+    depth = getattr(config, "depth", None) or config.num_hidden_layers
+    width = int(config.hidden_size)
+    return sum(2.0 * weights * n + 4.0 * int(depth) * width * n * n for n in views)
+
+
+def _matrices(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.ndim >= 2)
+
+
+def _head(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

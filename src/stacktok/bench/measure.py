@@ -1,0 +1,356 @@
+"""Timing `generate` by its stages.
+
+Every repeat runs all budgets, and the stock language model on each compacted input, so that what is compared was
+measured side by side; figures are medians over the repeats. Warm-up is not counted.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stacktok.bench.flops import Work, work_of
+from stacktok.core.budget import Budget
+from stacktok.methods.base import FeatureMethod
+from stacktok.models.base import adapter_for
+
+STAGES = ("vision", "selection", "prefill", "decode", "total", "stock_prefill")
+
+
+@dataclass
+class Measurement:
+    """One budget; times in seconds, medians over the repeats.
+
+    Attributes
+    ----------
+    budget
+        As asked for; None for full tokens.
+    tokens, columns
+        Image tokens, and columns of the prompt, that the language model got.
+    vision, selection, prefill
+        Encoder and projector; everything that pruning adds (reading the query, selecting, compacting); the language
+        model on the prompt.
+    decode
+        Per further token.
+    total
+        The whole `generate` call.
+    stock_prefill
+        The stock language model, no hooks attached, on the same compacted input in the same repeat.
+    cache_bytes, peak_bytes
+        Keys and values after the prompt; peak memory of the process or of the device over the call, None where unknown.
+    work
+        Floating-point operations by count of multiplications and additions.
+    repeats
+        Single values, by stage.
+    """
+
+    budget: Budget | None
+    tokens: int
+    columns: int
+    vision: float
+    selection: float
+    prefill: float
+    decode: float
+    total: float
+    stock_prefill: float
+    cache_bytes: int
+    peak_bytes: int | None
+    work: Work
+    repeats: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def hook_ratio(self) -> float:
+        """Pruned prefill against the stock language model on the same length."""
+        return self.prefill / self.stock_prefill
+
+    @property
+    def selection_share(self) -> float:
+        """Selection's share of vision + selection + prefill."""
+        return self.selection / (self.vision + self.selection + self.prefill)
+
+
+@dataclass
+class Report:
+    """A run of the benchmark: the full model first, then one measurement per budget."""
+
+    model: str
+    settings: dict[str, Any]
+    measurements: list[Measurement]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The table, one mapping per budget, with ratios against full tokens."""
+        full = self.measurements[0]
+        return [
+            {
+                "budget": "full" if m.budget is None else str(m.budget),
+                "tokens": m.tokens,
+                "vision s": m.vision,
+                "selection s": m.selection,
+                "prefill s": m.prefill,
+                "decode s/token": m.decode,
+                "total s": m.total,
+                "cache MB": m.cache_bytes / 1e6,
+                "peak MB": None if m.peak_bytes is None else m.peak_bytes / 1e6,
+                "prefill speed-up": full.prefill / m.prefill,
+                "ideal": full.work.prefill / m.work.prefill,
+                "total speed-up": full.total / m.total,
+                "ideal total": full.work.total / m.work.total,
+                "prefill / stock": m.hook_ratio,
+                "selection share": m.selection_share,
+            }
+            for m in self.measurements
+        ]
+
+    def markdown(self) -> str:
+        """The table as Markdown, with what it was measured on."""
+        rows = self.rows()
+        lines = [f"**{self.model}** " + ", ".join(f"{k} {v}" for k, v in self.settings.items()), ""]
+        lines.append("| " + " | ".join(rows[0]) + " |")
+        lines.append("|" + "---|" * len(rows[0]))
+        lines += ["| " + " | ".join(show(name, value) for name, value in row.items()) + " |" for row in rows]
+        return "\n".join(lines) + "\n"
+
+    def to_json(self) -> str:
+        """Everything measured, single repeats included."""
+        return json.dumps(
+            {
+                "model": self.model,
+                "settings": self.settings,
+                "table": self.rows(),
+                "measurements": [asdict(measurement) for measurement in self.measurements],
+            },
+            indent=1,
+        )
+
+    def plot(self, path: Path) -> None:
+        """Stacked stages per budget, as a picture (needs matplotlib)."""
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+
+        names = ["full" if m.budget is None else str(m.budget) for m in self.measurements]
+        figure, axes = plt.subplots(figsize=(1.6 + 1.1 * len(names), 3.4), layout="constrained")
+        below = [0.0] * len(names)
+        for stage, colour in (("vision", "#888888"), ("selection", "#e8762c"), ("prefill", "#1f8a8a")):
+            heights = [float(getattr(m, stage)) for m in self.measurements]
+            axes.bar(names, heights, bottom=below, label=stage, color=colour)
+            below = [a + b for a, b in zip(below, heights, strict=True)]
+        for x, top in enumerate(below):
+            axes.annotate(f"{below[0] / top:.2f}x", (x, top), ha="center", va="bottom", fontsize=8)
+        axes.set_ylim(0, 1.12 * max(below))
+        axes.set_xlabel("tokens kept per image")
+        axes.set_ylabel("seconds to the first token")
+        axes.set_title(self.model, fontsize=10)
+        axes.legend(frameon=False, fontsize=8)
+        figure.savefig(path, dpi=150)
+        plt.close(figure)
+
+
+def show(name: str, value: Any) -> str:
+    """A cell of the table."""
+    if value is None:
+        return "-"
+    if name == "selection share":
+        return f"{100 * value:.2f} %"
+    if "speed-up" in name or "ideal" in name:
+        return f"{value:.2f}x"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def run(
+    model: Any,
+    processor: Any,
+    inputs: Any,
+    methods: Sequence[FeatureMethod],
+    *,
+    name: str,
+    new_tokens: int = 8,
+    repeats: int = 3,
+    progress: Callable[[str], None] | None = None,
+) -> Report:
+    """Measure full tokens and each method, interleaved.
+
+    Parameters
+    ----------
+    model, processor, inputs
+        A loaded model, its processor, and model inputs with at least one image.
+    methods
+        One per budget.
+    name
+        What to call the model.
+    new_tokens
+        Tokens to generate, at least 2.
+    repeats
+        Repeats after one warm-up.
+    progress
+        Told what is being measured.
+    """
+    if new_tokens < 2:
+        raise ValueError(f"new_tokens={new_tokens} leaves no token to time decoding on; give at least 2")
+    if repeats < 1:
+        raise ValueError(f"repeats={repeats} measures nothing; give at least 1")
+    probes = [_Probe(model, processor, inputs, method, new_tokens) for method in (None, *methods)]
+    for repeat in range(-1, repeats):
+        for probe in probes:
+            if progress is not None:
+                step = "warm-up" if repeat < 0 else f"repeat {repeat + 1} of {repeats}"
+                progress(f"{step}: {'full tokens' if probe.method is None else f'budget {probe.method.budget}'}")
+            probe.measure(keep=repeat >= 0)
+    parameter = next(model.parameters())
+    settings = {
+        "dtype": str(parameter.dtype).removeprefix("torch."),
+        "device": str(parameter.device),
+        "attention": model.config._attn_implementation,
+        "threads": torch.get_num_threads(),
+        "new tokens": new_tokens,
+        "repeats": repeats,
+    }
+    return Report(name, settings, [probe.result() for probe in probes])
+
+
+class _Probe:
+    """One budget of the benchmark."""
+
+    def __init__(self, model: Any, processor: Any, inputs: Any, method: FeatureMethod | None, new_tokens: int) -> None:
+        self.model, self.processor, self.inputs, self.method = model, processor, inputs, method
+        self.new_tokens = new_tokens
+        self.adapter = adapter_for(model)
+        self.times: dict[str, list[float]] = {stage: [] for stage in STAGES}
+        self.given: dict[str, Any] = {}
+        self.tokens = self.cache_bytes = 0
+        self.peak: int | None = None
+
+    def measure(self, *, keep: bool) -> None:
+        """Run once; ``keep`` the times."""
+        gc.collect()
+        device = next(self.model.parameters()).device
+        base, language_model = self.adapter.base(self.model), self.adapter.language_model(self.model)
+        marks: dict[str, float] = {}
+        vision = [0.0]
+
+        def clock() -> float:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            return time.perf_counter()
+
+        def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+            def encode(*args: Any, **kwargs: Any) -> Any:
+                begin = clock()
+                output = function(*args, **kwargs)
+                vision[0] += clock() - begin
+                return output
+
+            encode.__wrapped__ = function  # type: ignore[attr-defined]
+            return encode
+
+        def start(module: Any, args: Any, kwargs: Any) -> None:
+            if "start" not in marks:
+                self.given = dict(kwargs)
+                marks["start"] = clock()
+
+        def end(module: Any, args: Any, output: Any) -> None:
+            if "end" not in marks:
+                marks["end"] = clock()
+                self.cache_bytes = cache_bytes(output.past_key_values)
+
+        with ExitStack() as stack:
+            names = [f"get_{modality}_features" for modality in self.adapter.modalities]
+            for name in names:
+                vars(base)[name] = timed(getattr(base, name))
+                stack.callback(vars(base).pop, name)
+            run = None
+            if self.method is not None:
+                run = stack.enter_context(self.method(self.model, self.processor))
+            # Registered after the method's own hooks, so that the clock starts when the language model itself does.
+            stack.callback(language_model.register_forward_pre_hook(start, with_kwargs=True).remove)
+            stack.callback(language_model.register_forward_hook(end).remove)
+            peak = PeakMemory(device)
+            begin = clock()
+            self.model.generate(
+                **self.inputs, max_new_tokens=self.new_tokens, min_new_tokens=self.new_tokens, do_sample=False
+            )
+            total = clock() - begin
+            used = peak.read()
+        placeholders = [getattr(self.model.config, name) for name in self.adapter.modalities.values()]
+        full = int(torch.isin(self.inputs["input_ids"], torch.tensor(placeholders)).sum())
+        self.tokens = full if run is None else run.after
+        stock = self._stock(clock)
+        if not keep:
+            return
+        self.peak = used if self.peak is None or used is None else max(self.peak, used)
+        values = {
+            "vision": vision[0],
+            "selection": 0.0 if run is None else run.seconds,
+            "prefill": marks["end"] - marks["start"],
+            "decode": (begin + total - marks["end"]) / (self.new_tokens - 1),
+            "total": total,
+            "stock_prefill": stock,
+        }
+        for stage, value in values.items():
+            self.times[stage].append(value)
+
+    @torch.no_grad()
+    def _stock(self, clock: Callable[[], float]) -> float:
+        """The stock language model on the very input that this budget's prefill had."""
+        from transformers import DynamicCache
+
+        given = {**self.given, "past_key_values": DynamicCache(config=self.model.config.get_text_config())}
+        begin = clock()
+        self.adapter.language_model(self.model)(**given)
+        return clock() - begin
+
+    def result(self) -> Measurement:
+        """Medians over the repeats."""
+        medians = {stage: statistics.median(values) for stage, values in self.times.items()}
+        columns = int(self.given["inputs_embeds"].shape[1])
+        return Measurement(
+            budget=None if self.method is None else self.method.budget,
+            tokens=self.tokens,
+            columns=columns,
+            cache_bytes=self.cache_bytes,
+            peak_bytes=self.peak,
+            work=work_of(self.model, self.adapter, self.inputs, columns, self.new_tokens),
+            repeats=self.times,
+            **medians,
+        )
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes of a cache's keys and values."""
+    return sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values) if t is not None)
+
+
+class PeakMemory:
+    """Peak memory from its making on: of the device, or of the process where the system can tell."""
+
+    _RESET, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.known = True
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            return
+        try:
+            self._RESET.write_text("5")
+        except OSError:
+            self.known = False
+
+    def read(self) -> int | None:
+        """Bytes, or None where they cannot be known."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        if not self.known:
+            return None
+        line = next(line for line in self._STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024

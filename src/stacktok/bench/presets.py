@@ -1,0 +1,224 @@
+"""Shapes of published models with random weights: speed does not depend on what a model knows.
+
+The prompt is a real one in the family's template; its tokenizer knows exactly the words of that prompt, so that the
+query is read as it is for a trained model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+QUESTION = "What is written on the sign to the left of the bicycle near the red door?"
+_SYSTEM = (
+    "A chat between a curious human and an artificial intelligence assistant. The assistant gives helpful, detailed, "
+    "and polite answers to the human's questions."
+)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model's shape.
+
+    Attributes
+    ----------
+    family
+        ``config.model_type``.
+    text
+        Hidden size, layers, feed-forward size, heads, key-value heads, vocabulary.
+    image
+        Side of the square picture in pixels.
+    budgets
+        The budgets that the paper reports for it.
+    """
+
+    family: str
+    text: tuple[int, int, int, int, int, int]
+    image: int
+    budgets: tuple[int | str, ...]
+
+
+_LLAVA, _NEXT, _QWEN = (192, 128, 64), (640, 320, 160), ("20%", "10%", "5%")
+_7B, _13B, _1B = (4096, 32, 11008, 32, 32, 32064), (5120, 40, 13824, 40, 40, 32064), (2048, 22, 5632, 32, 4, 32064)
+
+PRESETS: dict[str, Preset] = {
+    "llava-1.5-7b": Preset("llava", _7B, 336, _LLAVA),
+    "llava-1.5-13b": Preset("llava", _13B, 336, _LLAVA),
+    "llava-1.5-1b": Preset("llava", _1B, 336, _LLAVA),
+    "llava-next-7b": Preset("llava_next", _7B, 672, _NEXT),
+    "llava-next-13b": Preset("llava_next", _13B, 672, _NEXT),
+    "llava-next-1b": Preset("llava_next", _1B, 672, _NEXT),
+    "qwen2.5-vl-7b": Preset("qwen2_5_vl", (3584, 28, 18944, 28, 4, 152064), 1008, _QWEN),
+    "qwen2.5-vl-1b": Preset("qwen2_5_vl", (896, 24, 4864, 14, 2, 151936), 1008, _QWEN),
+    "tiny": Preset("llava", (64, 2, 128, 4, 2, 512), 336, _LLAVA),
+}
+"""The 1B-class ones are published vision towers in front of published 0.5B to 1.1B language models."""
+
+
+def preset(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any, dict[str, Any]]:
+    """A model of a preset's shape with random weights, its processor stand-in, and inputs with one picture.
+
+    Parameters
+    ----------
+    name
+        A key of `PRESETS`.
+    dtype
+        Type of the weights.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"preset {name!r} is not known; use one of {', '.join(PRESETS)}")
+    shape = PRESETS[name]
+    build: Callable[[Preset, bool], tuple[Any, str]] = _qwen if shape.family == "qwen2_5_vl" else _llava
+    config, prompt = build(shape, name == "tiny")
+    model = _random(config, dtype)
+    generator = torch.Generator().manual_seed(0)
+    placeholders = config.image_token_id
+    inputs: dict[str, Any] = {}
+    if shape.family == "qwen2_5_vl":
+        side = shape.image // 14
+        inputs["pixel_values"] = torch.randn(side * side, 3 * 2 * 14 * 14, generator=generator).to(dtype)
+        inputs["image_grid_thw"] = torch.tensor([[1, side, side]])
+        rows = side * side // 4
+    elif shape.family == "llava_next":
+        inputs["pixel_values"] = torch.randn(1, 5, 3, 336, 336, generator=generator).to(dtype)
+        inputs["image_sizes"] = torch.tensor([[shape.image, shape.image]])
+        rows = 576 + 48 * 49
+    else:
+        inputs["pixel_values"] = torch.randn(1, 3, 336, 336, generator=generator).to(dtype)
+        rows = 576
+    tokenizer = _tokenizer(prompt)
+    before, after = (tokenizer.encode(part) for part in prompt.split("<image>"))
+    ids = torch.tensor([[*before, *[placeholders] * rows, *after]])
+    inputs["input_ids"], inputs["attention_mask"] = ids, torch.ones_like(ids)
+    if shape.family == "qwen2_5_vl":
+        inputs["mm_token_type_ids"] = (ids == placeholders).int()
+    return model, PresetProcessor(tokenizer), inputs
+
+
+class PresetProcessor:
+    """What pruning asks of a processor, for a prompt that is already tokenised."""
+
+    chat_template = None
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+
+def _llava(shape: Preset, tiny: bool) -> tuple[Any, str]:
+    import transformers
+
+    hidden, layers, inner, heads, kv_heads, vocabulary = shape.text
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=64 if tiny else 1024,
+        intermediate_size=128 if tiny else 4096,
+        num_hidden_layers=3 if tiny else 24,
+        num_attention_heads=4 if tiny else 16,
+        image_size=336,
+        patch_size=14,
+        projection_dim=64 if tiny else 768,
+    )
+    text = transformers.LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        intermediate_size=inner,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=4096,
+    )
+    common: dict[str, Any] = {
+        "vision_config": vision,
+        "text_config": text,
+        "image_token_id": vocabulary - 1,
+        "vision_feature_layer": -2,
+        "vision_feature_select_strategy": "default",
+        "image_seq_length": 576,
+    }
+    prompt = f"{_SYSTEM} USER: <image> {QUESTION} ASSISTANT:"
+    if shape.family == "llava_next":
+        shapes = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+        return transformers.LlavaNextConfig(image_grid_pinpoints=shapes, **common), prompt
+    return transformers.LlavaConfig(**common), prompt
+
+
+def _qwen(shape: Preset, tiny: bool) -> tuple[Any, str]:
+    import transformers
+
+    hidden, layers, inner, heads, kv_heads, vocabulary = shape.text
+    half = hidden // heads // 2
+    sections = [half // 4, (half - half // 4) // 2, (half - half // 4) // 2]
+    config = transformers.Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": vocabulary,
+            "hidden_size": hidden,
+            "num_hidden_layers": layers,
+            "intermediate_size": inner,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "max_position_embeddings": 32768,
+            "rope_parameters": {"rope_type": "default", "mrope_section": sections, "rope_theta": 1e6},
+        },
+        vision_config={
+            "depth": 32,
+            "hidden_size": 1280,
+            "intermediate_size": 3420,
+            "num_heads": 16,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "out_hidden_size": hidden,
+            "window_size": 112,
+            "fullatt_block_indexes": [7, 15, 23, 31],
+        },
+        image_token_id=vocabulary - 1,
+        video_token_id=vocabulary - 2,
+        vision_start_token_id=vocabulary - 3,
+        vision_end_token_id=vocabulary - 4,
+    )
+    prompt = (
+        "<|im_start|>system You are a helpful assistant. <|im_end|> <|im_start|>user <image> "
+        f"{QUESTION} <|im_end|> <|im_start|>assistant"
+    )
+    return config, prompt
+
+
+def _tokenizer(prompt: str) -> Any:
+    """One token per word of the prompt."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = list(dict.fromkeys(["[UNK]", *prompt.replace("<image>", "").split()]))
+    # The query's words stand without their punctuation on LLaVA.
+    words += [word for word in dict.fromkeys(word.strip("?.,:") for word in words) if word not in words]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    untyped: Any = PreTrainedTokenizerFast
+    return untyped(tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[UNK]")
+
+
+def _random(config: Any, dtype: torch.dtype) -> Any:
+    """The config's model with random weights, filled from one block: a tenth of the time of a proper initialisation."""
+    import transformers
+    from transformers.initialization import no_init_weights
+
+    uninitialised: Any = no_init_weights
+    factory: Any = transformers.AutoModelForImageTextToText
+    with uninitialised():
+        model = factory.from_config(config, dtype=dtype)
+    block = torch.randn(1 << 22, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
+                continue
+            flat = parameter.view(-1)
+            for start in range(0, len(flat), len(block)):
+                piece = flat[start : start + len(block)]
+                piece.copy_(block[: len(piece)])
+    model.eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model

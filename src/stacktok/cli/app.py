@@ -1,0 +1,26 @@
+"""The commands and their order in the help."""
+
+from __future__ import annotations
+
+import typer
+
+from stacktok.cli.ask import ask
+from stacktok.cli.bench import bench
+from stacktok.cli.demo import demo
+from stacktok.cli.models import models
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Training-free visual-token pruning for vision-language models.",
+)
+app.command()(demo)
+app.command()(ask)
+app.command()(bench)
+app.command()(models)
+
+
+@app.callback()
+def _root() -> None:
+    """Keep one-command applications from losing their command's name."""

@@ -1,0 +1,94 @@
+"""``stacktok ask``: one question on one picture."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from stacktok.cli.common import load, model_path, open_image, prompt_inputs, stderr, user_errors
+from stacktok.core.budget import parse_budget
+
+
+def ask(
+    image: Annotated[Path, typer.Option(help="Picture file.")],
+    question: Annotated[str, typer.Option(help="What to ask.")],
+    model: Annotated[str | None, typer.Option(help="Folder or hub name; the embedded model if not given.")] = None,
+    budget: Annotated[str, typer.Option(help="Tokens to keep: 64, 0.2 or 20%.")] = "64",
+    compare: Annotated[bool, typer.Option("--compare", help="Also answer with all tokens.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
+    dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Ask one question about one picture with pruned tokens."""
+    with user_errors():
+        tokens = parse_budget(budget)
+        picture = open_image(image)
+        name = model_path(model)
+        loaded, processor = load(name, dtype, device, quiet=as_json)
+        inputs = prompt_inputs(processor, picture, question, loaded)
+        console = stderr()
+        with console.status("answering") if not as_json else console.capture():
+            result = answer(loaded, processor, inputs, tokens, max_new_tokens, compare=compare)
+    result = {"model": name, "question": question, "budget": tokens, **result}
+    print(json.dumps(result)) if as_json else _show(result)
+
+
+def answer(
+    model: Any, processor: Any, inputs: Any, budget: Any, max_new_tokens: int, *, compare: bool
+) -> dict[str, Any]:
+    """The answer with a budget, and with all tokens if they are to be compared; each timed once after a warm-up."""
+    from stacktok import StackTok
+
+    def generate(length: int) -> str:
+        out = model.generate(**inputs, max_new_tokens=length, do_sample=False)
+        text: str = processor.tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        return text.strip()
+
+    with StackTok(budget=budget)(model, processor) as pruned:
+        # The first selection of a process loads the compiled kernels.
+        generate(1)
+        begin = time.perf_counter()
+        text = generate(max_new_tokens)
+        seconds = time.perf_counter() - begin
+    found: dict[str, Any] = {
+        "answer": text,
+        "tokens_before": pruned.before,
+        "tokens_after": pruned.after,
+        "query": pruned.last[0].query,
+        "seconds": seconds,
+        "selection_seconds": pruned.seconds,
+    }
+    if compare:
+        generate(1)
+        begin = time.perf_counter()
+        full = generate(max_new_tokens)
+        found["full_answer"], found["full_seconds"] = full, time.perf_counter() - begin
+        found["speed_up"] = found["full_seconds"] / seconds
+    return found
+
+
+def _show(result: dict[str, Any]) -> None:
+    console = Console()
+    console.print(result["answer"], style="bold", markup=False, highlight=False)
+    table = Table("", "tokens", "seconds", "answer")
+    table.add_row("pruned", str(result["tokens_after"]), f"{result['seconds']:.3f}", Text(result["answer"]))
+    if "full_answer" in result:
+        full = Text(result["full_answer"])
+        table.add_row("all", str(result["tokens_before"]), f"{result['full_seconds']:.3f}", full)
+    console.print(table)
+    console.print(
+        f"{result['tokens_before']} -> {result['tokens_after']} tokens, selection "
+        f"{1000 * result['selection_seconds']:.1f} ms, query: {result['query']}",
+        markup=False,
+        highlight=False,
+    )
+    if "speed_up" in result:
+        console.print(f"speed-up {result['speed_up']:.2f}x", highlight=False)

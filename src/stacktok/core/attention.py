@@ -1,0 +1,53 @@
+"""Attention scores of the wanted rows alone, from queries and keys: never a whole map of all heads at once."""
+
+from __future__ import annotations
+
+import torch
+
+# Entries of a block of probabilities.
+_BLOCK = 1 << 24
+
+
+def row_attention(
+    query: torch.Tensor, key: torch.Tensor, scaling: float, allowed: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Attention probabilities of some query rows, (H, R, S), in float32.
+
+    Parameters
+    ----------
+    query
+        The rows' queries, (H, R, d).
+    key
+        All keys, (H_kv, S, d); H is a multiple of H_kv.
+    scaling
+        Factor of the logits.
+    allowed
+        Keys that each row may see, (R, S); None for all.
+    """
+    heads, rows, _ = query.shape
+    groups = len(key)
+    logits = torch.matmul(
+        query.float().reshape(groups, heads // groups * rows, -1), key.float().transpose(-1, -2)
+    ).reshape(heads, rows, -1)
+    logits = logits * scaling
+    if allowed is not None:
+        logits = logits.masked_fill(~allowed, float("-inf"))
+    return logits.softmax(-1)
+
+
+def received_attention(query: torch.Tensor, key: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Attention that every token receives from all, mean over heads and summed over queries, (S,).
+
+    Parameters
+    ----------
+    query, key
+        (H, S, d) and (H_kv, S, d), of tokens that all see one another.
+    scaling
+        Factor of the logits.
+    """
+    heads, count, _ = query.shape
+    step = max(1, _BLOCK // max(1, heads * key.shape[1]))
+    total = torch.zeros(key.shape[1], dtype=torch.float32, device=key.device)
+    for start in range(0, count, step):
+        total += row_attention(query[:, start : start + step], key, scaling).mean(0).sum(0)
+    return total

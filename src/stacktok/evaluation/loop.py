@@ -1,0 +1,150 @@
+"""Asking a model many questions about pictures that are encoded once, whatever is kept of them.
+
+The loop calls the stock language model on inputs that it compacts itself, without hooks: what it measures does not
+depend on the runtime, and the two can be held against each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from stacktok.core.tokens import EncodedImage, Reduction
+from stacktok.models.base import adapter_for
+from stacktok.models.query import word_ids
+from stacktok.runtime.compaction import Span, count_positions, gather_columns, gather_embeddings, lay_out
+from stacktok.runtime.tower import TowerTap
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """A question about one encoded image.
+
+    Attributes
+    ----------
+    ids
+        Token ids of the unpruned prompt, placeholders included, (S,).
+    image
+        The encoded image.
+    rows
+        The rows that the unpruned image fills in the prompt, (image.length, d).
+    query
+        Input embeddings of the query's tokens, (m, d).
+    """
+
+    ids: torch.Tensor
+    image: EncodedImage
+    rows: torch.Tensor
+    query: torch.Tensor
+
+
+class Loop:
+    """A model and its processor, asked question by question.
+
+    Parameters
+    ----------
+    model
+        A transformers model of a supported family with Llama-type positions.
+    processor
+        Its processor.
+    max_new_tokens
+        Longest answer.
+    """
+
+    def __init__(self, model: Any, processor: Any, max_new_tokens: int = 5) -> None:
+        self.model, self.processor, self.max_new_tokens = model, processor, max_new_tokens
+        self.adapter = adapter_for(model)
+        if self.adapter.mrope:
+            raise ValueError(f"{self.adapter.family} has (t, h, w) positions, which this loop does not lay out")
+        end = model.generation_config.eos_token_id
+        self._end = torch.tensor([] if end is None else [end] if isinstance(end, int) else end, dtype=torch.long)
+        self._pad = int(model.generation_config.pad_token_id or 0)
+
+    @torch.inference_mode()
+    def encode(self, picture: Any) -> tuple[EncodedImage, torch.Tensor, dict[str, Any]]:
+        """A picture as the encoder leaves it: the image with the tower's attention, unpruned rows, image inputs."""
+        inputs = self.processor.image_processor(images=picture, return_tensors="pt")
+        arguments = {name: inputs[name] for name in ("pixel_values", "image_sizes") if name in inputs}
+        undo: list[Callable[[], object]] = []
+        tower = TowerTap(self.adapter, self.model, None)
+        tower.attach(undo)
+        try:
+            output = self.model.get_image_features(**arguments, return_dict=True)
+        finally:
+            for step in reversed(undo):
+                step()
+        images = self.adapter.encode("image", output, arguments, self.model, self.processor)
+        reading = tower.take()
+        if reading is not None:
+            images = self.adapter.add_attention(images, reading, output, arguments, self.model)
+        return images[0], output.pooler_output[0], arguments
+
+    @torch.inference_mode()
+    def prompt(self, picture: Any, encoded: tuple[EncodedImage, torch.Tensor, dict[str, Any]], text: str) -> Prompt:
+        """A user's question about an encoded picture, through the chat template."""
+        content = [{"type": "image"}, {"type": "text", "text": text}]
+        rendered = self.processor.apply_chat_template(
+            [{"role": "user", "content": content}], add_generation_prompt=True
+        )
+        ids = self.processor(images=picture, text=rendered, return_tensors="pt")["input_ids"][0]
+        words = word_ids(self.processor.tokenizer, self.adapter.query_words(text))
+        query = self.model.get_input_embeddings()(torch.tensor(words, dtype=torch.long))
+        return Prompt(ids, encoded[0], encoded[1], query)
+
+    @torch.inference_mode()
+    def answers(
+        self,
+        prompts: Sequence[Prompt],
+        reductions: Sequence[Reduction | None],
+        positions: Literal["compact", "kept"] = "compact",
+    ) -> list[str]:
+        """Greedy answers.
+
+        Parameters
+        ----------
+        prompts
+            The questions, B of them.
+        reductions
+            What is left of each one's image; None leaves it whole.
+        positions
+            "compact" numbers what is left from 0, "kept" leaves every token its original position.
+        """
+        model, language_model = self.model, self.adapter.language_model(self.model)
+        width = max(len(prompt.ids) for prompt in prompts)
+        valid = np.zeros((len(prompts), width), dtype=np.bool_)
+        embeds = torch.zeros(len(prompts), width, prompts[0].rows.shape[1])
+        embed = model.get_input_embeddings()
+        spans = []
+        for row, (prompt, reduction) in enumerate(zip(prompts, reductions, strict=True)):
+            start = width - len(prompt.ids)
+            valid[row, start:] = True
+            own = embed(prompt.ids)
+            columns = (prompt.ids == model.config.image_token_id).nonzero()[:, 0]
+            own[columns] = prompt.rows
+            embeds[row, start:] = own
+            spans.append([] if reduction is None else [Span(columns.numpy() + start, prompt.image, reduction)])
+        layout = lay_out(valid, spans)
+        mask = layout.valid.long()
+        place = count_positions(layout.valid)
+        if positions == "kept":
+            place = gather_columns(count_positions(torch.from_numpy(valid)), layout)
+        cache, answers, done = DynamicCache(), [], torch.zeros(len(prompts), dtype=torch.bool)
+        step, at = gather_embeddings(embeds, layout), place
+        for _ in range(self.max_new_tokens):
+            output = language_model(
+                inputs_embeds=step, attention_mask=mask, position_ids=at, past_key_values=cache, use_cache=True
+            )
+            token = model.lm_head(output.last_hidden_state[:, -1]).argmax(-1)
+            answers.append(token.masked_fill(done, self._pad))
+            done |= torch.isin(token, self._end)
+            if bool(done.all()):
+                break
+            step, at = embed(token)[:, None], at[:, -1:] + 1
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+        decoded: list[str] = self.processor.batch_decode(torch.stack(answers, dim=1), skip_special_tokens=True)
+        return [text.strip() for text in decoded]

@@ -1,0 +1,46 @@
+"""DivPrune: keep the tokens that are farthest from one another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stacktok.core.affinity import row_norms
+from stacktok.core.tokens import EncodedCrop
+from stacktok.kernels.diversity import max_min
+from stacktok.methods.facts import Facts
+from stacktok.methods.pick import Choice, PickMethod
+
+
+@dataclass(frozen=True)
+class DivPrune(PickMethod):
+    """Max-min diversity of the post-projector embeddings under d = 1 - cosine.
+
+    All crops of an image are one set of candidates, as in the original.
+    """
+
+    facts = Facts(
+        name="DivPrune",
+        paper="DivPrune, CVPR 2025",
+        query_aware=False,
+        deviations=(
+            "cosines in float32 whatever the model's type; the original stays in half precision",
+            "a token is never picked twice; the original has no such guard",
+            "LLaVA-NeXT's newline embeddings are layout here, not candidates",
+            "a fraction of the budget is rounded down, as everywhere here; the original rounds to nearest",
+        ),
+    )
+
+    def pick(self, crop: EncodedCrop, query: torch.Tensor | None, k: int) -> Choice:
+        """The greedy max-min set."""
+        return Choice.of(max_min(cosine_distances(crop.projected), crop.eligible, k), crop.n)
+
+
+def cosine_distances(features: torch.Tensor, norm_epsilon: float = 1e-8) -> NDArray[np.float32]:
+    """1 - cosine of every pair of rows of (n, d), (n, n), in float32 on the host."""
+    unit = features.float() / row_norms(features, "projected").float().clamp_min(norm_epsilon)[:, None]
+    distances: NDArray[np.float32] = (1 - unit @ unit.T).cpu().numpy()
+    return distances

@@ -1,0 +1,63 @@
+"""The vision tower's attention, read in one layer while the tower runs as it always does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from stacktok.core.attention import received_attention, row_attention
+from stacktok.models.base import ModelAdapter, TowerReading
+from stacktok.runtime.tap import Tap
+
+
+class TowerTap:
+    """Collects attention scores and keys of one layer of the vision tower.
+
+    Parameters
+    ----------
+    adapter, model
+        The family, and the model whose tower is read.
+    signal
+        "cls", "received", or None for CLS where the tower has one.
+    """
+
+    def __init__(self, adapter: ModelAdapter, model: Any, signal: str | None) -> None:
+        self.tower, module, has_cls = adapter.tower_attention(model)
+        if signal == "cls" and not has_cls:
+            raise ValueError(
+                f"signal='cls' needs a CLS token, which the vision tower of {adapter.family} does not have; "
+                "use 'received' or None"
+            )
+        self.has_cls, self.by_cls = has_cls, has_cls and signal != "received"
+        self._tap = Tap(module, self._read)
+        self._local = threading.local()
+
+    def attach(self, undo: list[Callable[[], object]]) -> None:
+        """Set the hooks; ``undo`` receives what takes each away."""
+        undo.append(self.tower.register_forward_pre_hook(self._begin).remove)
+        self._tap.attach(undo)
+
+    def take(self) -> TowerReading | None:
+        """What the last run of the tower in this thread showed; None if it has not run."""
+        reading: TowerReading | None = self._local.__dict__.pop("reading", None)
+        return reading
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        self._local.reading = TowerReading([], [], self.has_cls)
+
+    def _read(self, query: torch.Tensor, key: torch.Tensor, scaling: float) -> None:
+        reading: TowerReading | None = getattr(self._local, "reading", None)
+        if reading is None:
+            return
+        first = 1 if self.has_cls else 0
+        for q, k in zip(query, key, strict=True):
+            if self.by_cls:
+                scores = row_attention(q[:, :1], k, scaling)[:, 0].sum(0)
+            else:
+                scores = received_attention(q[:, first:], k, scaling)
+            reading.scores.append(scores[first:])
+            reading.keys.append(k[:, first:].mean(0))

@@ -1,0 +1,83 @@
+"""The benchmark's figures come from the run they claim to come from; no test looks at how long anything took."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from stacktok import StackTok
+from stacktok.bench import PRESETS, preset, run
+from stacktok.bench.flops import language_work, work_of
+from stacktok.bench.measure import cache_bytes
+from stacktok.models.base import adapter_for
+
+
+@pytest.fixture(scope="module")
+def shape() -> Any:
+    return preset("tiny", torch.float32)
+
+
+def test_a_report_counts_tokens_cache_bytes_and_repeats(shape: Any) -> None:
+    model, processor, inputs = shape
+    # The model sets up its own recording of hidden states on first use.
+    model.generate(**inputs, max_new_tokens=1)
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    told: list[str] = []
+    methods = [StackTok(budget=192), StackTok(budget=0.1)]
+    report = run(model, processor, inputs, methods, name="tiny", new_tokens=3, repeats=2, progress=told.append)
+    text = inputs["input_ids"].shape[1] - 576
+    assert [m.tokens for m in report.measurements] == [576, 192, 57]
+    assert [m.columns for m in report.measurements] == [text + 576, text + 192, text + 57]
+    # 2 layers x keys and values x 2 heads x 16 x 4 bytes per column.
+    assert [m.cache_bytes for m in report.measurements] == [m.columns * 512 for m in report.measurements]
+    for measurement in report.measurements:
+        assert all(len(values) == 2 for values in measurement.repeats.values())
+        assert min(measurement.vision, measurement.prefill, measurement.decode, measurement.stock_prefill) > 0
+        assert (measurement.selection > 0) == (measurement.budget is not None)
+    # Interleaved: every repeat visits every budget.
+    assert [line.split(": ")[1] for line in told[:6]] == ["full tokens", "budget 192", "budget 0.1"] * 2
+    rows = report.rows()
+    assert rows[0]["prefill speed-up"] == rows[0]["ideal"] == 1.0
+    assert rows[2]["ideal"] > rows[1]["ideal"] > 1
+    assert "| 192 | 192 |" in report.markdown()
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+
+
+def test_work_is_counted_from_the_shapes(shape: Any) -> None:
+    model, _, inputs = shape
+    # q, k, v, o and three feed-forward matrices, two layers.
+    weights = 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128)
+    columns = 10
+    attention = sum(4 * 2 * 64 * (seen + 1) for seen in range(columns))
+    assert language_work(weights, 64, 2, columns) == 2 * weights * columns + attention
+    work = work_of(model, adapter_for(model), inputs, columns, new_tokens=3)
+    head = 2 * 64 * 512
+    assert work.prefill == 2 * weights * columns + attention + head
+    assert work.decode == sum(2 * weights + 4 * 2 * 64 * (past + 1) + head for past in (10, 11))
+    assert work.vision > 0
+
+
+def test_cache_bytes_counts_keys_and_values() -> None:
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    cache.update(torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 5, 4), 0)
+    assert cache_bytes(cache) == 2 * 40 * 4
+
+
+def test_presets_have_the_published_numbers_of_tokens() -> None:
+    assert {name: p.budgets for name, p in PRESETS.items() if name.endswith("7b")} == {
+        "llava-1.5-7b": (192, 128, 64),
+        "llava-next-7b": (640, 320, 160),
+        "qwen2.5-vl-7b": ("20%", "10%", "5%"),
+    }
+    with pytest.raises(ValueError, match="preset 'x' is not known"):
+        preset("x")
+
+
+@pytest.mark.parametrize(("repeats", "new_tokens"), [(0, 4), (1, 1)])
+def test_nonsense_settings_are_refused(shape: Any, repeats: int, new_tokens: int) -> None:
+    with pytest.raises(ValueError, match="give at least"):
+        run(*shape, [], name="tiny", repeats=repeats, new_tokens=new_tokens)
