@@ -372,6 +372,7 @@ class Session:
             placeholders[modality] = self._placeholders(call, modality, embeds)
         times = next(iter(feeds.values())).times
         queries = self._queries(len(valid) // times)
+        depth = len(self.adapter.layers(self.model))
         spans: list[list[Span]] = []
         results: dict[tuple[str, int], ImageResult] = {}
         for row, columns in enumerate(valid):
@@ -396,7 +397,16 @@ class Session:
                 for (modality, index, span), image, cut in zip(found, images, reductions, strict=True):
                     results.setdefault(
                         (modality, index),
-                        ImageResult(row // times, modality, len(span), len(cut), question.words, image, cut),
+                        ImageResult(
+                            row // times,
+                            modality,
+                            len(span),
+                            len(cut),
+                            question.words,
+                            image,
+                            cut,
+                            (len(cut),) * depth,
+                        ),
                     )
             spans.append([Span(f[2], image, cut) for f, image, cut in zip(found, images, reductions, strict=True)])
         self.run.last = tuple(results.values())

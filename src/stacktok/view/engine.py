@@ -24,6 +24,7 @@ from stacktok.core.record import CropSelection, Selection
 from stacktok.core.selection import PreparedImage, prepare
 from stacktok.core.tokens import EncodedImage, Ints
 from stacktok.methods.base import FeatureMethod
+from stacktok.methods.registry import available
 from stacktok.methods.stacktok import StackTok
 from stacktok.models.base import adapter_for
 from stacktok.models.query import word_ids
@@ -124,6 +125,11 @@ class Engine:
         self._asked: _Recent[tuple[str, str], Asked] = _Recent(_QUESTIONS)
         self._answers: _Recent[tuple[str, str, str, int | None], dict[str, Any]] = _Recent(_ANSWERS)
         self._sample_names = set(self.samples)
+
+    def warm_up(self) -> None:
+        """Run everything once, so that the first person does not wait for compiled kernels."""
+        for name, sample in list(self.samples.items())[:1]:
+            self.walk(name, (*sample.questions, "What is this?")[0], next(iter(self.methods)))
 
     def upload(self, data: bytes) -> Picture:
         """Take a picture file; the same file again is the same picture."""
@@ -371,12 +377,18 @@ class Engine:
 
 
 def default_methods() -> dict[str, FeatureMethod]:
-    """The paper's selector, its one-signal and scalarized ablations, and a deeper relevance."""
-    return {
-        "stacktok": StackTok(),
-        "stacktok-depth-8": StackTok(relevance_depth=8),
-        "relevance-only": StackTok(criterion="relevance"),
-        "coverage-only": StackTok(criterion="coverage"),
+    """Every method that works on encoded pictures, then the selector's variants: deeper relevance and ablations.
+
+    Methods that read attention scores need the encoder or the language model to run; here neither does.
+    """
+    methods: dict[str, FeatureMethod] = {}
+    for name, kind in available().items():
+        if issubclass(kind, FeatureMethod) and not kind.facts.attention:
+            methods[name] = kind()
+    return methods | {
+        "stacktok, depth 8": StackTok(relevance_depth=8),
+        "relevance only": StackTok(criterion="relevance"),
+        "coverage only": StackTok(criterion="coverage"),
         "scalarized": StackTok(criterion="scalarized", swap_limit=0),
     }
 

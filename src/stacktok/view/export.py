@@ -99,7 +99,7 @@ def svg(engine: Engine, name: str, question: str, method: str, budget: int) -> s
         height = max(height, rows * _CELL)
     width = max(left - _GAP, 320)
     caption = f"{method}: {sum(map(len, indices))} of {picture.encoded.n} tokens"
-    text = f'<text x="4" y="{{y}}" font-family="sans-serif" font-size="14" fill="#222">{{text}}</text>'
+    text = '<text x="4" y="{y}" font-family="sans-serif" font-size="14" fill="#222">{text}</text>'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height + _CAPTION}" width="{width}" '
         f'height="{height + _CAPTION}"><rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}'

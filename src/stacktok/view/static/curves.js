@@ -41,7 +41,7 @@ export class Curves {
     this.plot = new uPlot({
       width: this.width, height: 200, series, legend: { show: false }, cursor: { show: false }, padding: [8, 12, 0, 0],
       scales: { x: { time: false }, y: { range: (_, low, high) => [0, high * 1.04] } },
-      axes: [{ ...axis, size: 28 }, { ...axis, size: 46 }],
+      axes: [{ ...axis, size: 28 }, { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => String(Number(tick.toPrecision(3)))) }],
       hooks: { draw: [(plot) => this.strip(plot)] },
     }, data, this.root);
     const key = document.createElement('div');
