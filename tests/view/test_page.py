@@ -123,6 +123,7 @@ def test_dragging_the_budget_redraws_without_the_model(inspector: Inspector, eng
     page.on("request", lambda request: asked.append(request.url))
     # The model is away: whatever the page draws now, it draws from what it has.
     page.route("**/api/**", lambda route: route.abort())
+    page.locator("#budget").scroll_into_view_if_needed()
     box = page.locator("#budget").bounding_box()
     assert box is not None
     page.mouse.move(box["x"] + box["width"] * 0.12, box["y"] + box["height"] / 2)
@@ -169,7 +170,7 @@ def test_the_film_steps_plays_and_pauses(inspector: Inspector, engine: Engine) -
     page.keyboard.press("ArrowLeft")
     assert len(inspector.kept()) == 3
     page.keyboard.press("Space")
-    page.wait_for_function("Number(document.getElementById('film').value) > 6")
+    page.wait_for_function("() => Number(document.getElementById('film').value) > 6")
     page.keyboard.press("Space")
     assert page.locator("#play").get_attribute("aria-pressed") == "false"
     stopped = page.locator("#film").input_value()
@@ -303,7 +304,7 @@ def test_everything_can_be_done_with_the_keyboard(browser: Browser, address: str
     inspector.settled(k=63)
     focus("#play")
     page.keyboard.press("Enter")
-    page.wait_for_function("Number(document.getElementById('film').value) > 2")
+    page.wait_for_function("() => Number(document.getElementById('film').value) > 2")
     page.keyboard.press("Enter")
     focus("#words button")
     page.keyboard.press("Enter")
@@ -325,7 +326,7 @@ def test_an_uploaded_picture_is_shown_and_comes_back_by_its_link(inspector: Insp
     page = inspector.page
     picture = Image.effect_mandelbrot((500, 300), (-2, -1.2, 1, 1.2), 40).convert("RGB")
     page.set_input_files("#file", {"name": "own.png", "mimeType": "image/png", "buffer": file_of(picture)})
-    page.wait_for_function("location.hash.includes('image=file-')")
+    page.wait_for_function("() => location.hash.includes('image=file-')")
     inspector.settled()
     kept = inspector.kept()
     page.reload()
@@ -351,34 +352,41 @@ def test_bad_files_are_refused_and_the_page_goes_on(
     assert says in page.locator("#message").inner_text()
     assert page.title() == "StackTok inspector"
     assert inspector.kept() == before
-    page.locator("#suggested button").nth(1).click()
-    inspector.settled()
+    suggested = page.locator("#suggested button").nth(1)
+    suggested.click()
+    inspector.settled(q=suggested.inner_text())
     assert page.locator("#message").is_hidden()
 
 
 LAYOUT = """() => {
   const problems = [];
-  const seen = (e) => { const b = e.getBoundingClientRect(); return b.width > 2 && b.height > 2 && getComputedStyle(e).visibility === 'visible'; };
+  const box = (e) => e.getBoundingClientRect();
   const name = (e) => e.id || e.className || e.tagName + ':' + e.textContent.slice(0, 20);
-  const scrolls = (e) => e.closest('#samples, #suggested, .hidden');
+  const wanted = 'button, input, select, summary, label, h1, h2, p, td, th, dt, dd, figure, canvas, '
+    + '.card, .panel, .transport';
+  // Closed menus are not there, and what scrolls inside its own line may reach beyond it.
+  const all = [...document.querySelectorAll(wanted)].filter((e) => e.checkVisibility({ visibilityProperty: true })
+    && box(e).width > 2 && box(e).height > 2 && !e.closest('#samples, #suggested, .hidden, details:not([open]) .menu'));
   if (document.documentElement.scrollWidth > innerWidth) problems.push('the page is wider than the window');
-  const all = [...document.querySelectorAll('button, input, select, summary, label, h1, h2, p, td, th, dt, dd, figure, canvas, .card, .panel, .transport')].filter(seen).filter((e) => !scrolls(e));
   for (const e of all) {
-    const box = e.getBoundingClientRect();
-    if (box.left < -0.5 || box.right > innerWidth + 0.5) problems.push(name(e) + ' is cut off by the window');
+    const own = box(e);
+    if (own.left < -0.5 || own.right > innerWidth + 0.5) problems.push(name(e) + ' is cut off by the window');
     const card = e.parentElement.closest('.card, .panel, .transport');
     if (card) {
-      const outer = card.getBoundingClientRect();
-      if (box.left < outer.left - 0.5 || box.right > outer.right + 0.5 || box.bottom > outer.bottom + 0.5) problems.push(name(e) + ' leaves its card');
+      const outer = box(card);
+      const leaves = own.left < outer.left - 0.5 || own.right > outer.right + 0.5 || own.bottom > outer.bottom + 0.5;
+      if (leaves) problems.push(name(e) + ' leaves its card');
     }
-    if (e.matches('button, td, th, p, h2, dt, dd, summary') && (e.scrollWidth > e.clientWidth + 1 && e.clientWidth)) problems.push(name(e) + ' is cut off');
+    const clips = e.matches('button, td, th, p, h2, dt, dd, summary') && e.clientWidth;
+    if (clips && e.scrollWidth > e.clientWidth + 1) problems.push(name(e) + ' is cut off');
   }
-  for (let i = 0; i < all.length; i += 1) for (let j = i + 1; j < all.length; j += 1) {
-    const [a, b] = [all[i], all[j]];
-    if (a.contains(b) || b.contains(a)) continue;
-    const [p, q] = [a.getBoundingClientRect(), b.getBoundingClientRect()];
-    if (Math.min(p.right, q.right) - Math.max(p.left, q.left) > 1 && Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top) > 1) problems.push(name(a) + ' overlaps ' + name(b));
-  }
+  all.forEach((a, i) => all.slice(i + 1).forEach((b) => {
+    if (a.contains(b) || b.contains(a)) return;
+    const [p, q] = [box(a), box(b)];
+    const across = Math.min(p.right, q.right) - Math.max(p.left, q.left);
+    const down = Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top);
+    if (across > 1 && down > 1) problems.push(name(a) + ' overlaps ' + name(b));
+  }));
   return problems;
 }"""
 

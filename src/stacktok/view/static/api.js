@@ -10,6 +10,8 @@ export function newState() {
   return serial;
 }
 
+export const current = (own) => own === serial;
+
 async function send(path, own, options = {}) {
   const response = await fetch(path, {
     ...options,

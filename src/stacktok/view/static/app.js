@@ -79,7 +79,7 @@ function buildPanels() {
     select.addEventListener('change', () => {
       state[at ? 'other' : 'method'] = select.value;
       state.frame = null;
-      buildPanels();
+      rebuildPanels();
       ask();
     });
     const toggle = at
@@ -96,12 +96,18 @@ function buildPanels() {
   });
 }
 
-function compare(other) {
-  state.other = other;
-  state.frame = null;
+// New panels keep what is known about their methods.
+function rebuildPanels() {
   const known = panels.map(({ method, walk, answer }) => ({ method, walk, answer }));
   buildPanels();
   for (const panel of panels) Object.assign(panel, known.find(({ method }) => method === panel.method));
+  cursor = null;
+}
+
+function compare(other) {
+  state.other = other;
+  state.frame = null;
+  rebuildPanels();
   ask();
   $('compare').focus();
 }
@@ -128,7 +134,7 @@ async function open(name, file) {
   for (const panel of panels) panel.root.classList.add('busy');
   const found = await attempt(() => (file ? api.upload(own, file) : api.image(own, name)));
   for (const panel of panels) panel.root.classList.remove('busy');
-  if (!found) return;
+  if (!found || !api.current(own)) return;
   picture = found;
   state.image = found.image;
   state.crop = Math.min(state.crop, picture.crops.length - 1);
@@ -145,12 +151,11 @@ async function ask() {
   stop();
   const own = api.newState();
   if (!picture) return;
-  full = null;
   const query = (panel) => ({ image: state.image, question: state.question, method: panel.method });
   const missing = panels.filter(({ walk }) => !walk || walk.question !== state.question || walk.image !== state.image);
   for (const panel of missing) Object.assign(panel, { answer: null, set: null });
   const found = await attempt(() => Promise.all(missing.map((panel) => api.walk(own, query(panel)))));
-  if (!found) return;
+  if (!found || !api.current(own)) return;
   found.forEach((walk, i) => { missing[i].walk = runs.index(walk); });
   if (state.word !== null && state.word >= panels[0].walk.words.length) state.word = null;
   say('');
@@ -377,7 +382,7 @@ function drawAnswers() {
     element('td', { class: 'num' }, answer ? milliseconds(answer.seconds) : ''));
   $('answers').tBodies[0].replaceChildren(
     ...panels.map((panel) => row(panel.method, panel.answer && panel.answer.budget === state.budget ? panel.answer : null, state.budget)),
-    row('all tokens', full, picture ? picture.positions : ''),
+    row('all tokens', full && full.question === state.question && full.image === state.image ? full : null, picture ? picture.positions : ''),
   );
 }
 
