@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from stacktok import StackTok
+from stacktok import Parameters, StackTok, select
 from stacktok.core.tokens import SEPARATOR, EncodedImage, Reduction, single_crop
 from stacktok.methods.base import FeatureMethod
 from stacktok.models.base import ModelAdapter
@@ -184,6 +186,18 @@ def test_an_adapter_from_outside_can_be_handed_over() -> None:
     assert pruned.last[0].selection.indices.tolist() == [i for i in range(36) if i % 6 < 3]
 
 
+def test_the_adapter_of_the_page_add_a_model_works_as_printed() -> None:
+    page = (Path(__file__).parents[2] / "docs/add-a-model.md").read_text()
+    names: dict[str, Any] = {}
+    exec(page.split("```python\n")[1].split("```")[0], names)
+    tiny = build("llava")
+    inputs = tiny.inputs(["Is there a dog?"], [[picture()]])
+    with StackTok(budget=7)(tiny.model, tiny.processor, adapter=names["MyAdapter"]()):
+        theirs = tiny.model(**inputs).logits
+    with StackTok(budget=7)(tiny.model, tiny.processor):
+        assert torch.equal(theirs, tiny.model(**inputs).logits)
+
+
 def test_adapters_of_other_packages_are_found_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     from importlib.metadata import EntryPoint
 
@@ -250,6 +264,26 @@ def test_importing_the_package_and_its_methods_loads_no_model_library() -> None:
 def test_nonsense_parameters_are_refused_when_the_method_is_made(settings: dict[str, Any]) -> None:
     with pytest.raises((TypeError, ValueError), match=next(iter(settings))):
         StackTok(**settings)
+
+
+def test_the_method_has_every_parameter_of_the_selector_under_its_name_and_default() -> None:
+    method = StackTok()
+    for field in dataclasses.fields(Parameters):
+        expected = None if field.name == "tau_query" else field.default
+        assert getattr(method, field.name) == expected, field.name
+    assert method.parameters() == Parameters()
+    assert method.parameters(tau_query=0.01).tau_query == 0.01
+    assert StackTok(tau_query=0.5).parameters(tau_query=0.01).tau_query == 0.5
+
+
+def test_stacktok_selects_on_features_without_a_model() -> None:
+    generator = torch.Generator().manual_seed(0)
+    vision, projected, query = (torch.randn(n, 8, generator=generator) for n in (30, 30, 4))
+    eligible = torch.arange(30) % 2 == 0
+    found = StackTok(budget=6, relevance_depth=2).select(vision, projected, query, eligible)
+    assert found == select(vision, projected, query, 6, eligible=eligible, relevance_depth=2)
+    with pytest.raises(ValueError, match="budget=None keeps everything"):
+        StackTok().select(vision, projected, query)
 
 
 def test_stacktok_is_frozen_and_compares_by_its_parameters() -> None:
