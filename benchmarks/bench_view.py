@@ -72,11 +72,20 @@ def measure(page: Page, address: str) -> None:
         print(f"{'question: ' + name:44} {spread([times[at] for times in asked])}")
 
 
+def picture(page: Page, address: str, path: str) -> None:
+    """A screenshot for the README: a sign to read, 40 tokens, two methods."""
+    page.goto(address + "#image=scene-3&k=40&with=divprune&q=What+word+is+on+the+black+sign%3F")
+    page.wait_for_selector("body[data-settled]")
+    page.screenshot(path=path, full_page=True)
+
+
 def main() -> None:
     """Serve, browse, measure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="folder or hub name; the embedded model if not given")
-    model = parser.parse_args().model
+    parser.add_argument("--screenshot", help="also write the page, two methods side by side, to this file")
+    arguments = parser.parse_args()
+    model = arguments.model
     command = [sys.executable, "-c", "from stacktok.cli import main; main()", "view", "--no-browser", "--port", "0"]
     command += ["--model", model] if model else []
     with tempfile.TemporaryFile("w+") as log:
@@ -87,6 +96,9 @@ def main() -> None:
             with sync_playwright() as playwright:
                 browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=list(FLAGS))
                 measure(browser.new_page(viewport={"width": 1280, "height": 900}), address)
+                if arguments.screenshot:
+                    page = browser.new_page(viewport={"width": 1280, "height": 900})
+                    picture(page, address, arguments.screenshot)
                 browser.close()
         finally:
             server.terminate()
