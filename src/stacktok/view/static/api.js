@@ -10,6 +10,7 @@ export function newState() {
   return serial;
 }
 
+export const sameState = () => serial;
 export const current = (own) => own === serial;
 
 async function send(path, own, options = {}) {

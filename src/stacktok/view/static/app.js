@@ -15,6 +15,7 @@ let panels = [];
 let cursor = null;
 let playing = null;
 let resting = null;
+let pending = 0;
 
 const milliseconds = (seconds) => (seconds === undefined ? '' : seconds < 0.01 ? `${(1000 * seconds).toFixed(1)} ms` : seconds < 1 ? `${Math.round(1000 * seconds)} ms` : `${seconds.toFixed(2)} s`);
 
@@ -125,10 +126,24 @@ function walkOver(event, panel) {
   draw();
 }
 
+// Nothing that waits for the slider may overtake a picture or a question that is on its way.
+async function first(work) {
+  pending += 1;
+  try {
+    await work();
+  } finally {
+    pending -= 1;
+  }
+}
+
+const open = (name, file) => first(() => openPicture(name, file));
+const ask = () => first(askQuestion);
+
 // --- asking ---------------------------------------------------------------------------------------------------------
 
-async function open(name, file) {
+async function openPicture(name, file) {
   stop();
+  clearTimeout(resting);
   const own = api.newState();
   say('');
   for (const panel of panels) panel.root.classList.add('busy');
@@ -147,8 +162,9 @@ async function open(name, file) {
   await ask();
 }
 
-async function ask() {
+async function askQuestion() {
   stop();
+  clearTimeout(resting);
   const own = api.newState();
   if (!picture) return;
   const query = (panel) => ({ image: state.image, question: state.question, method: panel.method });
@@ -173,6 +189,7 @@ function rest() {
 }
 
 async function refresh() {
+  if (pending) return;
   const own = api.newState();
   const budget = state.budget;
   const query = { image: state.image, question: state.question };
@@ -466,14 +483,13 @@ function setTheme(theme) {
 
 async function exportAs(form) {
   const query = { image: state.image, question: state.question, method: state.method, budget: state.budget, form };
-  const blob = await attempt(() => api.exported(api.newState(), query));
+  const blob = await attempt(() => api.exported(api.sameState(), query));
   if (!blob) return;
   const url = URL.createObjectURL(blob);
   const names = { svg: 'stacktok.svg', json: 'stacktok.json', python: 'stacktok_selection.py' };
   element('a', { href: url, download: names[form] }).click();
   setTimeout(() => URL.revokeObjectURL(url), 1000);
   $('export').open = false;
-  refresh();
 }
 
 function wire() {
