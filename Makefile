@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 CHROMIUM ?= /usr/bin/chromium
 
-.PHONY: setup browser demo test lint format bench-select bench-view train-embedded clean
+.PHONY: setup browser demo test lint format bench-select bench-models bench-view train-embedded train-embedded-next clean
 
 setup: $(STAMP)
 
@@ -42,11 +42,19 @@ bench-select: setup
 bench-view: setup browser
 	$(BIN)/python benchmarks/bench_view.py
 
+bench-models: setup
+	$(BIN)/stacktok bench llava-1.5-1b --dtype float32 --out out/bench-models
+
 # About an hour and a half on two cores; started again after a kill, it goes on where it was.
 train-embedded: setup
 	$(BIN)/python -m training.train --config training/configs/llava.yaml --out runs/llava
-	$(BIN)/python -m training.evaluate --model runs/llava/export --out runs/llava/export/evaluation.json
+	$(BIN)/python -m training.evaluate --packed --model runs/llava/export --out runs/llava/export/evaluation.json
 	$(BIN)/python -m training.card --run runs/llava --config training/configs/llava.yaml
+
+train-embedded-next: setup
+	$(BIN)/python -m training.train --config training/configs/llava_next.yaml --out runs/llava_next
+	$(BIN)/python -m training.evaluate --packed --style detail --model runs/llava_next/export --out runs/llava_next/export/evaluation.json
+	$(BIN)/python -m training.card --run runs/llava_next --config training/configs/llava_next.yaml
 
 clean:
 	rm -rf $(VENV) build dist out

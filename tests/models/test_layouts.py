@@ -15,6 +15,7 @@ import torch
 from stacktok import Parameters, StackTok, select
 from stacktok.core.tokens import SEPARATOR, EncodedImage, Reduction, single_crop
 from stacktok.methods.base import FeatureMethod
+from stacktok.methods.facts import Facts
 from stacktok.models.base import ModelAdapter
 from stacktok.models.llava import LlavaAdapter
 from stacktok.models.llava_next import CanvasLayout
@@ -73,12 +74,34 @@ def test_a_next_image_of_any_shape_equals_the_computation_by_hand(width: int, he
     assert (np.diff(places) > 0).all()
 
 
+@pytest.mark.parametrize("family", ["llava", "llava_next", "qwen2_5_vl"])
+def test_the_rows_of_a_reduced_image_can_be_had_without_hooks(family: str) -> None:
+    tiny = build(family)
+    inputs = tiny.inputs(["Is there a dog?"], [[picture(160, 100)]])
+    seen: list[torch.Tensor] = []
+    with StackTok(budget=5)(tiny.model, tiny.processor) as pruned:
+        hook = tiny.model.model.language_model.register_forward_pre_hook(
+            lambda m, a, k: seen.append(k["inputs_embeds"]), with_kwargs=True
+        )
+        tiny.model(**inputs)
+        hook.remove()
+    (result,) = pruned.last
+    left = result.image.gather(crops_of(tiny, inputs)[0][1], result.reduction)
+    columns = pruned.kept_positions[0]
+    image = inputs["input_ids"][0, columns] == tiny.model.config.image_token_id
+    torch.testing.assert_close(seen[0][0, image], left)
+    with pytest.raises(ValueError, match="give the unpruned ones"):
+        result.image.gather(left, result.reduction)
+
+
 def test_patches_wholly_inside_the_letterbox_are_not_eligible() -> None:
     # A 2:1 picture on a 2 x 2 canvas of 4-patch tiles fills rows 2 to 5 of 8.
     layout = CanvasLayout(4, 2, 2, (100, 200))
     rows = (layout.places >= 0).reshape(2, 2, 4, 4).any(axis=(1, 3)).reshape(-1)
     assert rows.tolist() == [False, False, True, True, True, True, False, False]
     assert layout.length == 16 + 4 * 9
+    # The published shape: five views of 24 x 24, 48 newlines.
+    assert CanvasLayout(24, 2, 2, (672, 672)).length == 5 * 576 + 48
 
 
 def test_newlines_can_be_kept_on_top_of_the_budget() -> None:
@@ -134,6 +157,8 @@ def test_qwen_grids_follow_the_images_own_resolution() -> None:
 def test_merged_tokens_take_their_anchors_place_with_their_own_embedding() -> None:
     class Average(FeatureMethod):
         """Two tokens: a kept one after the mean of all others, out of raster order."""
+
+        facts = Facts("average", "none", query_aware=False, merges=True)
 
         def reduce(self, image: EncodedImage, query: Any, budget: Any) -> Reduction:
             crop = image.crops[0]

@@ -30,17 +30,9 @@ FLAGS = (
 )
 
 
-def model_and_processor() -> tuple[Any, Any]:
-    """The embedded model; where its weights are not built, the same architecture with random ones."""
-    if (embedded.path() / "config.json").is_file():
-        return load(str(embedded.path()), "float32", "cpu", quiet=True)
-    built = tiny.llava(size=336)
-    return built.model, built.processor
-
-
 @pytest.fixture(scope="session")
 def engine() -> Engine:
-    model, processor = model_and_processor()
+    model, processor = load(str(embedded.path()), "float32", "cpu", quiet=True)
     return Engine(model, processor, name="embedded", samples=scene_samples(3), max_new_tokens=8)
 
 

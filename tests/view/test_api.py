@@ -162,7 +162,7 @@ def test_no_question_selects_by_coverage_alone(api: Api) -> None:
     assert set(walk["crops"][0]["criterion"]) == {"coverage"}
 
 
-def test_exports_hold_the_records_of_the_library(engine: Engine, api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exports_hold_the_records_of_the_library(engine: Engine, api: Api) -> None:
     question = question_of(engine)
     state = {"image": "scene-0", "question": question, "method": "stacktok", "budget": 12}
     result, text = run_of_the_library(engine, question, StackTok(budget=12))
@@ -177,10 +177,6 @@ def test_exports_hold_the_records_of_the_library(engine: Engine, api: Api, monke
     assert drawing.text.count("<circle") == kept.count("relevance")
 
     program = api.post("/api/export", form="python", **state).text
-    import transformers
-
-    monkeypatch.setattr(transformers.AutoModelForImageTextToText, "from_pretrained", lambda name: engine.model)
-    monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", lambda name: engine.processor)
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         exec(compile(program, "exported.py", "exec"), {})

@@ -7,6 +7,7 @@ import typer
 from stacktok.cli.ask import ask
 from stacktok.cli.bench import bench
 from stacktok.cli.demo import demo
+from stacktok.cli.methods import methods
 from stacktok.cli.models import models
 from stacktok.cli.view import view
 
@@ -21,6 +22,7 @@ app.command()(ask)
 app.command()(bench)
 app.command()(models)
 app.command()(view)
+app.command()(methods)
 
 
 @app.callback()

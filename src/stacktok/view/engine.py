@@ -129,7 +129,11 @@ class Engine:
     def warm_up(self) -> None:
         """Run everything once, so that the first person does not wait for compiled kernels."""
         for name, sample in list(self.samples.items())[:1]:
-            self.walk(name, (*sample.questions, "What is this?")[0], next(iter(self.methods)))
+            question, method = (*sample.questions, "What is this?")[0], next(iter(self.methods))
+            self.walk(name, question, method)
+            job = Job("", 0, lambda _: None)
+            self.answer(name, question, method, 1, job)
+            self.answer(name, question, None, None, job)
 
     def upload(self, data: bytes) -> Picture:
         """Take a picture file; the same file again is the same picture."""
@@ -236,7 +240,7 @@ class Engine:
     def record(self, picture: Picture, asked: Asked, method: str) -> tuple[Selection | CropSelection, float] | None:
         """A run to the largest budget and its time; None for a method whose runs have no prefixes."""
         chosen = self.method(method)
-        if not isinstance(chosen, StackTok) or not chosen.parameters().anytime:
+        if not isinstance(chosen, StackTok):
             return None
         if method not in asked.records:
             begin = time.perf_counter()
@@ -248,6 +252,10 @@ class Engine:
             }
             record = picture.prepared.select(asked.query, picture.encoded.capacity, **changes)
             asked.records[method] = record, time.perf_counter() - begin
+        try:
+            asked.records[method][0].prefix(0)
+        except ValueError:
+            return None
         return asked.records[method]
 
     def selection(self, picture: Picture, asked: Asked, method: str, budget: int) -> Any:
