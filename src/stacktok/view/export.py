@@ -10,11 +10,11 @@ from xml.sax.saxutils import escape
 
 from stacktok.core.record import CropSelection, Selection
 from stacktok.core.tokens import EncodedCrop
+from stacktok.figures.kept import COVERAGE, OTHER, RELEVANCE
 from stacktok.methods.base import FeatureMethod
 from stacktok.view.engine import Engine, Picture
 from stacktok.view.trace import crop_records
 
-RELEVANCE, COVERAGE, OTHER = "#e8731a", "#006964", "#5c5c5c"
 _CELL, _GAP, _CAPTION = 16, 12, 44
 
 
