@@ -334,6 +334,25 @@ def test_an_uploaded_picture_is_shown_and_comes_back_by_its_link(inspector: Insp
     assert inspector.kept() == kept
 
 
+def test_a_picture_is_dropped_in(inspector: Inspector, engine: Engine) -> None:
+    page = inspector.page
+    data = list(file_of(engine.samples["scene-2"].picture))
+    page.evaluate(
+        """(data) => {
+            const carried = new DataTransfer();
+            carried.items.add(new File([new Uint8Array(data)], 'own.png', { type: 'image/png' }));
+            for (const kind of ['dragover', 'drop']) {
+                document.body.dispatchEvent(new DragEvent(kind, { dataTransfer: carried, bubbles: true }));
+            }
+        }""",
+        data,
+    )
+    page.wait_for_function("() => location.hash.includes('image=file-')")
+    inspector.settled()
+    assert page.locator("#drop").is_hidden()
+    assert len(inspector.kept()) == 64
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "data", "says"),
     [
