@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+CHROMIUM ?= /usr/bin/chromium
 
-.PHONY: setup demo test lint format bench-select bench-models train-embedded train-embedded-next clean
+.PHONY: setup browser demo test lint format bench-select bench-models bench-view train-embedded train-embedded-next clean
 
 setup: $(STAMP)
 
@@ -12,6 +13,13 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $(STAMP)
+
+# The inspector's tests drive Debian's Chromium.
+browser: $(CHROMIUM)
+
+$(CHROMIUM):
+	apt-get update -qq
+	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core
 
 demo: setup
 	$(BIN)/stacktok demo
@@ -25,11 +33,14 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: lint
+test: lint browser
 	$(BIN)/pytest -n auto
 
 bench-select: setup
 	$(BIN)/python benchmarks/bench_select.py
+
+bench-view: setup browser
+	$(BIN)/python benchmarks/bench_view.py
 
 bench-models: setup
 	$(BIN)/stacktok bench llava-1.5-1b --dtype float32 --out out/bench-models

@@ -9,6 +9,7 @@ from stacktok.cli.bench import bench
 from stacktok.cli.demo import demo
 from stacktok.cli.methods import methods
 from stacktok.cli.models import models
+from stacktok.cli.view import view
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -20,6 +21,7 @@ app.command()(demo)
 app.command()(ask)
 app.command()(bench)
 app.command()(models)
+app.command()(view)
 app.command()(methods)
 
 
