@@ -149,6 +149,19 @@ def test_beams_leave_the_callers_encoder_output_alone_between_calls() -> None:
     assert torch.equal(first, again)
 
 
+def test_one_encoder_output_serves_two_methods() -> None:
+    """What one method decided on an output is not taken for what another would."""
+    tiny = build("llava")
+    inputs = dict(batch_inputs(tiny, 1))
+    encoded = tiny.model.get_image_features(inputs.pop("pixel_values"), output_hidden_states=True, return_dict=True)
+    kept = []
+    for method in (StackTok(budget=6), StackTok(budget=6, criterion="coverage"), StackTok(budget=6)):
+        with method(tiny.model, tiny.processor) as pruned:
+            tiny.model(**inputs, mm_encoder_outputs={"image": encoded})
+            kept.append(pruned.last[0].selection.order.tolist())
+    assert kept[0] == kept[2] != kept[1]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_never_see_gaps_that_look_like_packed_sequences(family: str) -> None:
     from transformers.modeling_flash_attention_utils import _is_packed_sequence

@@ -76,8 +76,8 @@ class Encoded:
     seconds
         Time that reading them took.
     decided
-        Reductions by images, query and budget, so that beams and steps without a cache decide once. The query is held
-        beside them, so that its key stays its own.
+        Reductions by method, images, query and budget, so that beams and steps without a cache decide once. The query
+        is held beside them, so that its key stays its own.
     """
 
     images: list[EncodedImage]
@@ -382,7 +382,7 @@ class Session:
                     prompt = call.input_ids[row].cpu().numpy()[text].tolist()
                 question = self.reader.question(queries[row // times], prompt, embeds.device)
                 decided = feeds[found[0][0]].encoded.decided
-                key = (tuple(entry[:2] for entry in found), question.key, budget)
+                key = (self.method, tuple(entry[:2] for entry in found), question.key, budget)
                 if key not in decided:
                     query = question.embeddings
                     if query is not None:
