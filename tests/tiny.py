@@ -142,12 +142,12 @@ def _vision(size: int, hidden: int) -> Any:
     )
 
 
-def _text(tokenizer: Any, hidden: int, kind: Any = transformers.LlamaConfig) -> Any:
+def _text(tokenizer: Any, hidden: int, kind: Any = transformers.LlamaConfig, layers: int = 3) -> Any:
     return kind(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
         intermediate_size=2 * hidden,
-        num_hidden_layers=3,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=hidden // 4,
@@ -172,7 +172,7 @@ def _finish(family: str, model: Any, processor: Any) -> Tiny:
     return Tiny(family, model, processor)
 
 
-def llava(size: int = 84, hidden: int = 32, **image_processor: Any) -> Tiny:
+def llava(size: int = 84, hidden: int = 32, layers: int = 3, **image_processor: Any) -> Tiny:
     """LLaVA-1.5: CLIP with CLS, two-layer projector, Llama."""
     torch.manual_seed(0)
     tokenizer = llama_tokenizer()
@@ -189,7 +189,7 @@ def llava(size: int = 84, hidden: int = 32, **image_processor: Any) -> Tiny:
     )
     config = transformers.LlavaConfig(
         vision_config=_vision(size, hidden),
-        text_config=_text(tokenizer, hidden),
+        text_config=_text(tokenizer, hidden, layers=layers),
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         vision_feature_layer=-2,
         vision_feature_select_strategy="default",
@@ -198,7 +198,7 @@ def llava(size: int = 84, hidden: int = 32, **image_processor: Any) -> Tiny:
     return _finish("llava", transformers.LlavaForConditionalGeneration(config), processor)
 
 
-def llava_next(size: int = 56, hidden: int = 32, mistral: bool = False) -> Tiny:
+def llava_next(size: int = 56, hidden: int = 32, mistral: bool = False, layers: int = 3) -> Tiny:
     """LLaVA-NeXT: base view and tiles, newlines, Vicuna or Mistral."""
     torch.manual_seed(0)
     tokenizer = llama_tokenizer()
@@ -216,7 +216,9 @@ def llava_next(size: int = 56, hidden: int = 32, mistral: bool = False) -> Tiny:
     )
     config = transformers.LlavaNextConfig(
         vision_config=_vision(size, hidden),
-        text_config=_text(tokenizer, hidden, transformers.MistralConfig if mistral else transformers.LlamaConfig),
+        text_config=_text(
+            tokenizer, hidden, transformers.MistralConfig if mistral else transformers.LlamaConfig, layers
+        ),
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         vision_feature_layer=-2,
         vision_feature_select_strategy="default",
@@ -226,7 +228,7 @@ def llava_next(size: int = 56, hidden: int = 32, mistral: bool = False) -> Tiny:
     return _finish("llava_next", transformers.LlavaNextForConditionalGeneration(config), processor)
 
 
-def qwen(hidden: int = 32) -> Tiny:
+def qwen(hidden: int = 32, layers: int = 3) -> Tiny:
     """Qwen2.5-VL: window attention, 2 x 2 merging, M-RoPE."""
     torch.manual_seed(0)
     tokenizer = qwen_tokenizer()
@@ -247,7 +249,7 @@ def qwen(hidden: int = 32) -> Tiny:
             "vocab_size": len(tokenizer),
             "hidden_size": hidden,
             "intermediate_size": 2 * hidden,
-            "num_hidden_layers": 3,
+            "num_hidden_layers": layers,
             "num_attention_heads": 2,
             "num_key_value_heads": 1,
             "max_position_embeddings": 4096,
@@ -313,6 +315,6 @@ BUILDERS = {
 
 
 @functools.cache
-def build(family: str) -> Tiny:
+def build(family: str, layers: int = 3) -> Tiny:
     """A shared model; a test must leave it as it was."""
-    return BUILDERS[family]()
+    return BUILDERS[family](layers=layers)

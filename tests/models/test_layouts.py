@@ -184,6 +184,21 @@ def test_an_adapter_from_outside_can_be_handed_over() -> None:
     assert pruned.last[0].selection.indices.tolist() == [i for i in range(36) if i % 6 < 3]
 
 
+def test_adapters_of_other_packages_are_found_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib.metadata import EntryPoint
+
+    from stacktok.models import adapter_for, base, supported
+
+    entry = EntryPoint("llava", f"{__name__}:Elsewhere", base.GROUP)
+    monkeypatch.setattr(base, "entry_points", lambda group: [entry] if group == base.GROUP else [])
+    assert isinstance(adapter_for(build("llava").model), Elsewhere)
+    assert supported()["llava"] == "elsewhere"
+
+
+class Elsewhere(LlavaAdapter):
+    family = "elsewhere"
+
+
 def test_rows_are_padded_on_the_asked_side() -> None:
     image = single_crop(torch.eye(4), torch.eye(4), (2, 2))
     span = Span(np.arange(1, 5), image, image.keep([np.array([1, 3])]))

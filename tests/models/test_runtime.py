@@ -157,24 +157,21 @@ def test_layers_never_see_gaps_that_look_like_packed_sequences(family: str) -> N
     alone = {name: value for name, value in inputs.items() if name != "attention_mask"}
     expected, columns = pruned_by_hand(tiny, inputs, words(family)[:1], 7, positions="kept")
     received: list[dict[str, Any]] = []
-    handles = [
-        layer.register_forward_pre_hook(lambda m, a, k: received.append(k), with_kwargs=True)
-        for layer in tiny.model.model.language_model.layers
-    ]
+    layers = tiny.model.model.language_model.layers
     with StackTok(budget=7, positions="kept")(tiny.model, tiny.processor) as pruned:
-        # Hooks of a user's own run first; what the layer itself gets is seen by those registered last.
-        for handle in handles:
-            handle.remove()
+        # Registered last, so that they see what the layer itself gets.
         handles = [
-            layer.register_forward_pre_hook(lambda m, a, k: received.append(k), with_kwargs=True)
-            for layer in tiny.model.model.language_model.layers
+            layer.register_forward_pre_hook(lambda m, a, k: received.append(k), with_kwargs=True) for layer in layers
         ]
         logits = tiny.model(**alone, use_cache=False).logits
-    for handle in handles:
-        handle.remove()
+        generated = greedy(tiny.model, alone, 1, use_cache=False)
+        greedy(tiny.model, alone, 1)
+        for handle in handles:
+            handle.remove()
     torch.testing.assert_close(logits[0], expected[0][0], **LOOSE)
+    torch.testing.assert_close(generated.logits[0][0], expected[0][0][-1], **LOOSE)
     assert pruned.kept_positions[0].tolist() == columns[0]
-    assert len(received) == 3
+    assert len(received) == 3 * len(layers)
     for kwargs in received:
         assert not _is_packed_sequence(kwargs["position_ids"], batch_size=1)
         assert kwargs["attention_mask"] is None
@@ -291,6 +288,39 @@ def test_a_cache_pruned_for_one_question_is_not_reused_for_another(family: str) 
         torch.testing.assert_close(a, b, **LOOSE)
 
 
+@pytest.mark.parametrize("family", ["llava", "llava_next"])
+@pytest.mark.parametrize("positions", ["compact", "kept"])
+@pytest.mark.parametrize("earlier", [0, 1])
+def test_an_image_may_join_a_conversation_whose_beginning_is_cached(family: str, positions: Any, earlier: int) -> None:
+    tiny = build(family)
+    pictures = [picture(120, 90), picture(90, 150, 1)]
+    first = tiny.inputs(["Describe the red square."] * 2, [pictures[:earlier], pictures[:earlier]])
+    second = tiny.inputs(["Is there a dog?", "How many cats are there, please?"], [[pictures[1]], [pictures[0]]])
+    with StackTok(budget=6, positions=positions)(tiny.model, tiny.processor) as pruned:
+        pruned.query = None
+        cached = tiny.model(**first, use_cache=True)
+        past = cached.past_key_values.get_seq_length()
+        mask = torch.cat([first["attention_mask"], second["attention_mask"]], dim=1)
+        out = tiny.model(**{**second, "attention_mask": mask}, past_key_values=cached.past_key_values, use_cache=True)
+        kept = pruned.kept_positions
+        assert out.past_key_values.get_seq_length() == past + kept.shape[1]
+        step = tiny.model(input_ids=torch.tensor([[9], [9]]), past_key_values=out.past_key_values).logits
+        for row in range(2):
+            whole = {"input_ids": torch.cat([first["input_ids"][row], second["input_ids"][row]])}
+            whole["attention_mask"] = torch.cat([first["attention_mask"][row], second["attention_mask"][row]])
+            for name in ("pixel_values", "image_sizes"):
+                if name in second:
+                    whole[name] = torch.cat(
+                        [inputs[name][row : row + 1] for inputs in (first, second) if name in inputs]
+                    )
+            alone = {n: v if n in ("pixel_values", "image_sizes") else v[None] for n, v in whole.items()}
+            scratch = tiny.model(**alone, use_cache=True)
+            mine = out.logits[row, kept[row] >= 0]
+            torch.testing.assert_close(mine, scratch.logits[0, -len(mine) :], **LOOSE)
+            after = tiny.model(input_ids=torch.tensor([[9]]), past_key_values=scratch.past_key_values).logits
+            torch.testing.assert_close(step[row], after[0], **LOOSE)
+
+
 def test_the_query_can_be_overridden() -> None:
     tiny = build("llava")
     inputs = batch_inputs(tiny, 2)
@@ -378,6 +408,80 @@ def test_leaving_the_block_restores_the_model_completely(family: str, positions:
         }, name
         assert hooks == other_hooks
     assert same_bits(stock, greedy(tiny.model, inputs, 3))
+
+
+def test_a_users_own_stand_in_for_the_encoder_function_is_put_back() -> None:
+    tiny = build("llava")
+    base = tiny.model.model
+    calls: list[int] = []
+    stock = base.get_image_features
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return stock(*args, **kwargs)
+
+    base.get_image_features = own
+    try:
+        with StackTok(budget=6)(tiny.model, tiny.processor) as pruned:
+            tiny.model(**batch_inputs(tiny, 1))
+        assert base.get_image_features is own
+        assert (len(calls), pruned.after) == (1, 6)
+    finally:
+        del base.get_image_features
+
+
+def test_without_a_processor_queries_are_embeddings_or_none() -> None:
+    tiny = build("llava")
+    inputs = batch_inputs(tiny, 1)
+    with StackTok(budget=6)(tiny.model, None) as pruned:
+        with pytest.raises(ValueError, match="without a tokenizer"):
+            tiny.model(**inputs)
+        pruned.query = query_rows(tiny, "in image")
+        logits = tiny.model(**inputs).logits
+    with StackTok(budget=6)(tiny.model, tiny.processor):
+        assert torch.equal(logits, tiny.model(**inputs).logits)
+
+
+def test_what_cannot_be_pruned_says_why() -> None:
+    tiny = build("llava_next")
+    inputs = dict(batch_inputs(tiny, 1))
+    pixels, sizes = inputs.pop("pixel_values"), inputs.pop("image_sizes")
+    outside = tiny.model.get_image_features(pixels, sizes)
+    embeds = tiny.model.get_input_embeddings()(inputs["input_ids"])
+    whole = torch.ones(1, 1, embeds.shape[1], embeds.shape[1], dtype=torch.bool)
+    with StackTok(budget=6)(tiny.model, tiny.processor):
+        with pytest.raises(ValueError, match="need their image_sizes; compute them inside the with block"):
+            tiny.model(**inputs, mm_encoder_outputs={"image": outside})
+        inside = {"image": tiny.model.get_image_features(pixels, sizes)}
+        with pytest.raises(ValueError, match="pass input_ids"):
+            tiny.model(inputs_embeds=embeds, mm_encoder_outputs=dict(inside))
+        with pytest.raises(ValueError, match="custom 4-D attention_mask"):
+            tiny.model(input_ids=inputs["input_ids"], attention_mask=whole, mm_encoder_outputs=dict(inside))
+        out = tiny.model(**inputs, mm_encoder_outputs=dict(inside), use_cache=True)
+        with pytest.raises(ValueError, match="position_ids does not continue past_key_values"):
+            tiny.model(
+                input_ids=torch.tensor([[9]]), position_ids=torch.tensor([[3]]), past_key_values=out.past_key_values
+            )
+        out.past_key_values.crop(-out.logits.shape[1] + 2)
+        with pytest.raises(ValueError, match="into a pruned image"):
+            tiny.model(input_ids=torch.tensor([[9]]), past_key_values=out.past_key_values)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["llava"])
+def test_a_compiled_model_is_pruned_alike(family: str) -> None:
+    tiny = build(family)
+    inputs = batch_inputs(tiny, 1)
+    with StackTok(budget=6)(tiny.model, tiny.processor), torch.no_grad():
+        expected = tiny.model(**inputs).logits
+    # The tracing is what hooks could break; which compiler gets the graphs does not matter.
+    compiled = torch.compile(tiny.model, backend="eager")
+    with StackTok(budget=6)(compiled, tiny.processor) as pruned, torch.no_grad():
+        torch.testing.assert_close(compiled(**inputs).logits, expected, **LOOSE)
+    assert pruned.after == 6
+    with torch.no_grad():
+        assert compiled(**inputs).logits.shape[1] == inputs["input_ids"].shape[1]
+    torch._dynamo.reset()
 
 
 def test_a_failing_call_inside_the_block_leaves_the_next_one_sound() -> None:

@@ -6,11 +6,14 @@ from stacktok.methods.average_pool import AveragePool
 from stacktok.methods.base import FeatureMethod, Method
 from stacktok.methods.divprune import DivPrune
 from stacktok.methods.facts import Facts
+from stacktok.methods.fastv import FastV
+from stacktok.methods.inside import LayerMethod
 from stacktok.methods.mmtok import MMTok
 from stacktok.methods.pick import Choice, PickMethod
 from stacktok.methods.random_tokens import RandomTokens
 from stacktok.methods.registry import available, method_class
 from stacktok.methods.rows import ABLATIONS, PAPER_BUDGETS, ablation, at_depth, paper_budgets
+from stacktok.methods.sparsevlm import SparseVLM
 from stacktok.methods.stacktok import StackTok
 from stacktok.methods.uniform_grid import UniformGrid
 from stacktok.methods.visionzip import VisionZip
@@ -22,11 +25,14 @@ __all__ = [
     "Choice",
     "DivPrune",
     "Facts",
+    "FastV",
     "FeatureMethod",
+    "LayerMethod",
     "MMTok",
     "Method",
     "PickMethod",
     "RandomTokens",
+    "SparseVLM",
     "StackTok",
     "UniformGrid",
     "VisionZip",

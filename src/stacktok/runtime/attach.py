@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from stacktok.models.base import ModelAdapter, adapter_for
+from stacktok.runtime.inside import InsideSession
 from stacktok.runtime.run import Pruned
 from stacktok.runtime.session import FeatureTap, Session
 
 if TYPE_CHECKING:
-    from stacktok.methods.base import FeatureMethod, Method
+    from stacktok.methods.base import Method
 
 
 class Attachment:
@@ -34,7 +35,7 @@ class Attachment:
             raise TypeError(
                 f"processor has type {type(processor).__name__} and no tokenizer; give the model's AutoProcessor"
             )
-        if method.stage != "before":
+        if method.stage not in ("before", "inside"):
             raise ValueError(
                 f"{type(method).__name__} works at stage {method.stage!r}, which this runtime does not know"
             )
@@ -51,13 +52,15 @@ class Attachment:
             raise ValueError(
                 f"this {type(self.model).__name__} is already being pruned; leave the first with block before another"
             )
-        session = Session(cast("FeatureMethod", self.method), self.model, self.processor, self.adapter)
+        kind: Any = InsideSession if self.method.stage == "inside" else Session
+        session = kind(self.method, self.model, self.processor, self.adapter)
         try:
             session.attach(self._undo)
         except BaseException:
             self._detach()
             raise
-        return session.run
+        run: Pruned = session.run
+        return run
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -35,11 +35,14 @@ class ImageResult:
     row, modality
         Row of the batch (of prompts, whatever the number of beams), and "image" or "video".
     before, after
-        Rows of the language model's input that the image took without and with pruning, separators included.
+        Rows of the language model's input that the image took without and with pruning, separators included; for a
+        method that works inside the language model, what entered its last layer.
     query
         The words that the selector saw, or None where it was given embeddings or no query.
     image, reduction
         What the method was given and what it returned.
+    per_layer
+        Tokens of the image that entered each layer of the language model: the one way in which all methods are counted.
     """
 
     row: int
@@ -49,6 +52,17 @@ class ImageResult:
     query: str | None
     image: EncodedImage
     reduction: Reduction
+    per_layer: tuple[int, ...] = ()
+
+    @property
+    def average(self) -> float:
+        """Tokens per layer, averaged over the layers."""
+        return sum(self.per_layer) / max(1, len(self.per_layer))
+
+    @property
+    def cache_entries(self) -> int:
+        """Pairs of key and value that the image leaves in the cache, over all layers."""
+        return sum(self.per_layer)
 
     @property
     def selection(self) -> Any:
@@ -129,6 +143,21 @@ class Pruned:
     def after(self) -> int:
         """Tokens of all images of the last pruned call, as the language model got them."""
         return sum(result.after for result in self.last)
+
+    @property
+    def per_layer(self) -> tuple[int, ...]:
+        """Tokens of all images of the last pruned call that entered each layer."""
+        return tuple(map(sum, zip(*(result.per_layer for result in self.last), strict=True)))
+
+    @property
+    def average(self) -> float:
+        """Tokens of all images of the last pruned call per layer, averaged over the layers."""
+        return sum(result.average for result in self.last)
+
+    @property
+    def cache_entries(self) -> int:
+        """Pairs of key and value that all images of the last pruned call leave in the cache."""
+        return sum(result.cache_entries for result in self.last)
 
     def __repr__(self) -> str:
         return f"Pruned(budget={self.budget!r}, last={list(self.last)!r})"

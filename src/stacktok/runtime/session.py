@@ -239,7 +239,10 @@ class Session:
         start = state.next_original.to(tokens.device) + past - state.length
         positions = kwargs.get("position_ids")
         if positions is None:
-            positions = start[:, None] + torch.arange(new, device=tokens.device)
+            mask: Any = kwargs.get("attention_mask")
+            flat = isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] >= new
+            fresh = mask[:, -new:].to(tokens.device) if flat else torch.ones(tokens.shape[:2], device=tokens.device)
+            positions = start[:, None] + count_positions(fresh)
             return (), {**kwargs, "position_ids": positions.expand(3, -1, -1) if self.adapter.mrope else positions}
         # Generation cuts a continued prompt at the cache's length, so columns that pruning dropped come a second time.
         overlap = start - (positions if positions.ndim == 2 else positions[-1])[:, 0].to(start.device)
@@ -265,8 +268,11 @@ class Session:
         call = self._call
         if call is None:
             return None
-        begin = time.perf_counter()
         budget, shorter = self.run.budget, None
+        if call.outputs and budget is not None and kwargs["inputs_embeds"].is_cuda:
+            # The selection waits for the encoder in any case; the clock should not count that.
+            torch.cuda.synchronize(kwargs["inputs_embeds"].device)
+        begin = time.perf_counter()
         if call.outputs or not call.past:
             self.run.kept_positions = None
         if call.outputs and budget is not None:
@@ -366,6 +372,7 @@ class Session:
             placeholders[modality] = self._placeholders(call, modality, embeds)
         times = next(iter(feeds.values())).times
         queries = self._queries(len(valid) // times)
+        depth = len(self.adapter.layers(self.model))
         spans: list[list[Span]] = []
         results: dict[tuple[str, int], ImageResult] = {}
         for row, columns in enumerate(valid):
@@ -390,7 +397,16 @@ class Session:
                 for (modality, index, span), image, cut in zip(found, images, reductions, strict=True):
                     results.setdefault(
                         (modality, index),
-                        ImageResult(row // times, modality, len(span), len(cut), question.words, image, cut),
+                        ImageResult(
+                            row // times,
+                            modality,
+                            len(span),
+                            len(cut),
+                            question.words,
+                            image,
+                            cut,
+                            (len(cut),) * depth,
+                        ),
                     )
             spans.append([Span(f[2], image, cut) for f, image, cut in zip(found, images, reductions, strict=True)])
         self.run.last = tuple(results.values())

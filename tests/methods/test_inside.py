@@ -1,0 +1,302 @@
+"""FastV and SparseVLM against a layer-by-layer run of their definitions, and what a user's own code sees."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stacktok.methods import FastV, SparseVLM
+from tests.methods.layer_by_layer import run
+from tests.models.test_pruned_models import greedy
+from tests.tiny import build, picture
+
+DEPTH = 6
+FAMILIES = ("llava", "llava_next", "llava_next_mistral", "qwen2_5_vl")
+CLOSE = {"rtol": 1e-4, "atol": 2e-5}
+
+
+def one(tiny: Any) -> Any:
+    return tiny.inputs(["Is there a dog on the blue field?"], [[picture(160, 100)]])
+
+
+def cache_lengths(cache: Any, depth: int = DEPTH) -> list[int]:
+    return [cache.get_seq_length(layer) for layer in range(depth)]
+
+
+CASES = {
+    "fastv": (FastV(budget=9, counting="kept", full_layers=3), "kept"),
+    "fastv, compact": (FastV(budget=9, counting="kept", full_layers=2, positions="compact"), "compact"),
+    "sparsevlm": (SparseVLM(budget=0.4, seed=5), "compact"),
+    "sparsevlm, kept": (SparseVLM(budget=0.4, seed=5, positions="kept"), "kept"),
+    "sparsevlm+": (SparseVLM(budget=0.3, variant="+"), "kept"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("case", CASES)
+def test_generation_equals_the_definition_run_layer_by_layer(family: str, case: str) -> None:
+    method, positions = CASES[case]
+    tiny = build(family, DEPTH)
+    if family == "qwen2_5_vl":
+        if method.positions == "compact":
+            with pytest.raises(ValueError, match="positions='compact' is not defined for Qwen"):
+                method(tiny.model, tiny.processor)
+            return
+        positions = "kept"
+    inputs = one(tiny)
+    n = int((inputs["input_ids"] == tiny.model.config.image_token_id).sum())
+    cuts = dict(zip(method.layers(DEPTH), method.keeps(DEPTH, n, method.budget), strict=True))
+    heads = tiny.model.config.get_text_config().num_attention_heads
+    expected, lengths, left = run(
+        tiny,
+        inputs,
+        cuts,
+        method=case.split(",")[0],
+        positions=positions,
+        steps=4,
+        seed=5,
+        heads=max(1, round(14 / 32 * heads)),
+    )
+    with method(tiny.model, tiny.processor) as pruned:
+        out = greedy(tiny.model, inputs, 4)
+    for step in range(4):
+        torch.testing.assert_close(out.logits[step][0], expected[step], **CLOSE)
+    assert len(set(lengths)) == len(cuts) + 1
+    # The layers hold the prompt as far as it entered them, and the three tokens generated from.
+    assert cache_lengths(out.past_key_values) == [length + 3 for length in lengths]
+    text = inputs["input_ids"].shape[1] - n
+    result = pruned.last[0]
+    assert result.per_layer == pruned.per_layer == tuple(length - text for length in lengths)
+    assert result.average == pytest.approx(sum(result.per_layer) / DEPTH)
+    assert result.cache_entries == sum(cache_lengths(out.past_key_values)) - DEPTH * (text + 3)
+    assert (result.before, result.after) == (n, len(left))
+    # What each output token came from, by its place among the image's rows.
+    image = result.image
+    places = [set(image.places_of(pairs).tolist()) for pairs in result.reduction.sources if len(pairs)]
+    assert places == [token.made_of for token in left if image_token(image, token.made_of)]
+
+
+def image_token(image: Any, places: set[int]) -> bool:
+    """Whether a token is none of the layout's newlines."""
+    return not places <= set(image.separators.tolist())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "method", [FastV(budget=0.6, full_layers=1), SparseVLM(budget=0.4), SparseVLM(budget=0.4, variant="+")], ids=str
+)
+def test_a_mixed_batch_equals_its_single_runs(family: str, method: Any) -> None:
+    tiny = build(family, DEPTH)
+    rows = [
+        ("What is in the image?", [picture(160, 100)]),
+        ("How many cats are there in these, and is there a dog?", [picture(60, 170, 1), picture(150, 150, 2)]),
+        ("A question without a picture: is the answer two?", []),
+        ("Describe it.", [picture(200, 60, 3)]),
+    ]
+    inputs = tiny.inputs([q for q, _ in rows], [i for _, i in rows])
+    with method(tiny.model, tiny.processor) as pruned:
+        together = greedy(tiny.model, inputs, 4)
+        counts = [(result.row, result.per_layer) for result in pruned.last]
+        forward, kept = tiny.model(**inputs), pruned.kept_positions
+        for row, (question, images) in enumerate(rows):
+            alone = tiny.inputs([question], [images])
+            single = greedy(tiny.model, alone, 4)
+            for a, b in zip(single.logits, together.logits, strict=True):
+                torch.testing.assert_close(a[0], b[row], rtol=0, atol=2e-5)
+            if images:
+                assert [found for r, found in counts if r == row] == [result.per_layer for result in pruned.last]
+            plain = tiny.model(**alone).logits[0]
+            torch.testing.assert_close(forward.logits[row, kept[row] >= 0], plain, rtol=0, atol=2e-5)
+    assert forward.logits.shape[1] == kept.shape[1] == max(int((k >= 0).sum()) for k in kept)
+
+
+@pytest.mark.parametrize("family", ["llava", "llava_next", "qwen2_5_vl"])
+@pytest.mark.parametrize("method", [FastV, SparseVLM])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_keeping_everything_is_bit_identical(family: str, method: Any, attention: str) -> None:
+    tiny = build(family, DEPTH)
+    inputs = tiny.inputs(["Is there a dog?", "What is it?"], [[picture(160, 100)], [picture(60, 170, 1)]])
+    tiny.model.set_attn_implementation(attention)
+    try:
+        stock = greedy(tiny.model, inputs, 4)
+        for budget in (None, 1.0, 10_000):
+            with method(budget=budget)(tiny.model, tiny.processor) as pruned:
+                ours = greedy(tiny.model, inputs, 4)
+            assert all(torch.equal(a, b) for a, b in zip(stock.logits, ours.logits, strict=True))
+            assert cache_lengths(ours.past_key_values) == cache_lengths(stock.past_key_values)
+            assert all(set(result.per_layer) == {result.before} for result in pruned.last)
+            assert len(pruned.last) == (0 if budget is None else 2)
+        again = greedy(tiny.model, inputs, 4)
+        assert all(torch.equal(a, b) for a, b in zip(stock.logits, again.logits, strict=True))
+    finally:
+        tiny.model.set_attn_implementation("sdpa")
+
+
+@pytest.mark.parametrize("method", [FastV(budget=0.7, full_layers=2), SparseVLM(budget=0.4)], ids=str)
+def test_the_score_of_a_beam_is_that_of_its_words_one_by_one(method: Any) -> None:
+    tiny = build("llava", DEPTH)
+    questions, images = ["Is there a dog?", "What is it, please?"], [[picture(160, 100)], [picture(60, 170, 1)]]
+    inputs = tiny.inputs(questions, images)
+    with torch.no_grad(), method(tiny.model, tiny.processor) as pruned:
+        out = tiny.model.generate(
+            **inputs, max_new_tokens=4, num_beams=3, do_sample=False, return_dict_in_generate=True, output_scores=True
+        )
+        assert [result.row for result in pruned.last] == [0, 1]
+        # The score of a beam is the sum of its words' log-probabilities, taken here one word at a time by one row.
+        for row in range(2):
+            words = out.sequences[row, inputs["input_ids"].shape[1] :]
+            total, cache = 0.0, None
+            given = tiny.inputs([questions[row]], [images[row]])
+            for word in words:
+                step = tiny.model(**given, past_key_values=cache, use_cache=True)
+                total += float(step.logits[0, -1].log_softmax(-1)[word])
+                cache = step.past_key_values
+                given = {"input_ids": word.view(1, 1)}
+            assert total / 4 == pytest.approx(float(out.sequences_scores[row]), abs=2e-5)
+
+
+def test_only_the_read_layer_is_touched_and_all_is_as_it_was_afterwards() -> None:
+    tiny = build("llava", DEPTH)
+    layers = tiny.model.model.language_model.layers
+    config = layers[0].self_attn.config
+    hooks = [len(layer._forward_pre_hooks) for layer in layers]
+    with SparseVLM(budget=0.4)(tiny.model, tiny.processor):
+        taken = [layer.self_attn.config is not config for layer in layers]
+        assert [i for i, other in enumerate(taken) if other] == [0, 1, 3]
+        assert tiny.model.config._attn_implementation == "sdpa"
+        assert {layer.self_attn.config._attn_implementation for layer in layers} == {"sdpa", "stacktok_tap"}
+        with pytest.raises(ValueError, match="already being pruned"), FastV(budget=3)(tiny.model, tiny.processor):
+            pass
+    assert all(layer.self_attn.config is config for layer in layers)
+    assert [len(layer._forward_pre_hooks) for layer in layers] == hooks
+    assert not any("_stacktok_tap" in vars(layer.self_attn) for layer in layers)
+
+
+@pytest.mark.parametrize("method", [FastV(budget=9, counting="kept"), SparseVLM(budget=9)], ids=str)
+def test_eager_attention_gives_the_same(method: Any) -> None:
+    tiny = build("llava", DEPTH)
+    inputs = tiny.inputs(["Is there a dog?", "What is it?"], [[picture(160, 100)], [picture(60, 170, 1)]])
+    with method(tiny.model, tiny.processor):
+        with_sdpa = greedy(tiny.model, inputs, 3)
+        tiny.model.set_attn_implementation("eager")
+        try:
+            with_eager = greedy(tiny.model, inputs, 3)
+        finally:
+            tiny.model.set_attn_implementation("sdpa")
+    for a, b in zip(with_sdpa.logits, with_eager.logits, strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
+
+
+@pytest.mark.parametrize("method", [FastV(budget=9, counting="kept"), SparseVLM(budget=9)], ids=str)
+def test_what_cannot_work_says_so(method: Any) -> None:
+    tiny = build("llava", DEPTH)
+    inputs = one(tiny)
+    name = type(method).__name__
+    with torch.no_grad(), method(tiny.model, tiny.processor):
+        with pytest.raises(ValueError, match=f"{name} leaves caches of different lengths.*static cache"):
+            greedy(tiny.model, inputs, 3, cache_implementation="static")
+        first = tiny.model(**inputs, use_cache=True)
+        word = torch.tensor([[7]])
+        cropped = copy.deepcopy(first.past_key_values)
+        cropped.layers[-1].keys = cropped.layers[-1].keys[:, :, :-1]
+        cropped.layers[-1].values = cropped.layers[-1].values[:, :, :-1]
+        with pytest.raises(ValueError, match="do not belong together"):
+            tiny.model(input_ids=word, past_key_values=cropped)
+        with pytest.raises(ValueError, match="without past_key_values"):
+            tiny.model(**inputs, past_key_values=copy.deepcopy(first.past_key_values))
+        # Without a cache the first step is the same, and nothing is refused.
+        plain = greedy(tiny.model, inputs, 2, use_cache=False)
+        torch.testing.assert_close(plain.logits[0][0], first.logits[0, -1], **CLOSE)
+
+
+def test_several_tokens_at_once_continue_a_cut_cache() -> None:
+    tiny = build("llava", DEPTH)
+    inputs = one(tiny)
+    words = torch.tensor([[7, 30, 12]])
+    for method in (FastV(budget=9, counting="kept"), SparseVLM(budget=9)):
+        with torch.no_grad(), method(tiny.model, tiny.processor):
+            cache = tiny.model(**inputs, use_cache=True).past_key_values
+            together = tiny.model(input_ids=words, past_key_values=copy.deepcopy(cache)).logits[0]
+            for i in range(3):
+                step = tiny.model(input_ids=words[:, i : i + 1], past_key_values=cache)
+                torch.testing.assert_close(step.logits[0, -1], together[i], **CLOSE)
+
+
+def test_a_loss_is_taken_over_what_is_left() -> None:
+    tiny = build("llava", DEPTH)
+    inputs = one(tiny)
+    labels = inputs["input_ids"].masked_fill(inputs["input_ids"] == tiny.model.config.image_token_id, -100)
+    with FastV(budget=9, counting="kept")(tiny.model, tiny.processor) as pruned:
+        out = tiny.model(**inputs, labels=labels)
+        kept = pruned.kept_positions[0]
+    told = labels[0, kept][1:]
+    expected = torch.nn.functional.cross_entropy(out.logits[0, :-1][told >= 0], told[told >= 0])
+    torch.testing.assert_close(out.loss, expected)
+
+
+def test_published_settings_of_fastv() -> None:
+    # Tokens that stay for averages of 192, 128 and 64 over the layers.
+    for depth, full, expected in ((32, 2, (166, 98, 30)), (32, 3, (152, 82, 11)), (40, 2, (172, 104, 37))):
+        for budget, count in zip((192, 128, 64), expected, strict=True):
+            assert FastV(full_layers=full).keeps(depth, 576, budget) == (count,)
+            assert abs((full * 576 + (depth - full) * count) / depth - budget) < 0.5
+    for budget in (192, 128, 64):
+        assert FastV(counting="kept").keeps(32, 576, budget) == (budget,)
+    assert FastV(counting="kept").keeps(32, 300, "20%") == (60,)
+    assert FastV().keeps(32, 300, 1.0) == (300,)
+    assert FastV().layers(32) == (1,)
+    with pytest.raises(ValueError, match=r"budget=20 as an average over 32 layers.*at least 37 of 576"):
+        FastV().keeps(32, 576, 20)
+    assert FastV().keeps(32, 576, 37) == (1,)
+    with pytest.raises(ValueError, match="full_layers=3 leaves nothing to prune in a language model of 3 layers"):
+        FastV(full_layers=3).layers(3)
+    with pytest.raises(ValueError, match="full_layers=0"):
+        FastV(full_layers=0)
+    with pytest.raises(ValueError, match="counting='x'"):
+        FastV(counting="x")  # type: ignore[arg-type]
+
+
+def test_published_settings_of_sparsevlm() -> None:
+    method, plus = SparseVLM(), SparseVLM(variant="+")
+    assert method.layers(32) == plus.layers(32) == (2, 6, 15)
+    assert method.layers(28) == (2, 5, 13)
+    assert method.layers(40) == (3, 8, 19)
+    assert method.layers(3) == (0, 1)
+    expected = {192: ((300, 200, 110), 192.0, 113), 128: ((303, 110, 36), 128.6, 39)}
+    expected |= {96: ((238, 48, 26), 96.9, 27), 64: ((66, 30, 17), 64.8, 18)}
+    for budget, (counts, average, tail) in expected.items():
+        assert method.keeps(32, 576, budget) == counts
+        present, per_layer = 576, [576] * 2
+        for count, layers in zip(counts, (4, 9, 17), strict=True):
+            made, centres, groups = method.recycle(torch.randn(present - count, 4), torch.rand(present - count))
+            present = count + len(made)
+            assert len(centres) == len(groups) == len(made)
+            per_layer += [present] * layers
+        # The published way of counting credits a pruning layer with what it leaves.
+        assert sum(per_layer) / 32 == pytest.approx(average, abs=0.05)
+        assert present == tail
+    assert plus.keeps(32, 576, 192) == (300, 200, 118)
+    assert plus.keeps(32, 576, "50%") != plus.keeps(32, 576, 192)
+    assert method.keeps(32, 1152, 128) == (132, 60, 34)
+    assert method.keeps(32, 100, 1.0) == (100, 100, 100)
+    with pytest.raises(ValueError, match="variant='2'"):
+        SparseVLM(variant="2")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="1 layers"):
+        method.layers(1)
+
+
+@given(st.integers(2, 3000), st.integers(1, 3000), st.sampled_from(["v1.5", "+"]), st.integers(2, 48))
+def test_schedules_are_possible_for_any_image(tokens: int, budget: int, variant: Any, depth: int) -> None:
+    method = SparseVLM(variant=variant)
+    counts, layers = method.keeps(depth, tokens, budget), method.layers(depth)
+    assert len(counts) == len(layers)
+    assert list(layers) == sorted(set(layers))
+    assert layers[-1] <= depth - 2
+    assert all(1 <= count <= tokens for count in counts)
+    assert budget < tokens or set(counts) == {tokens}
+    assert budget >= tokens or counts[0] < tokens
