@@ -7,7 +7,9 @@ import typer
 from stacktok.cli.ask import ask
 from stacktok.cli.bench import bench
 from stacktok.cli.demo import demo
+from stacktok.cli.evaluate import evaluate, report
 from stacktok.cli.models import models
+from stacktok.cli.show import show
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -19,6 +21,9 @@ app.command()(demo)
 app.command()(ask)
 app.command()(bench)
 app.command()(models)
+app.command()(show)
+app.command("eval")(evaluate)
+app.command()(report)
 
 
 @app.callback()
