@@ -18,6 +18,6 @@ def require_lmms_eval() -> None:
 
     if find_spec("lmms_eval") is None:
         raise ValueError(
-            "engine lmms-eval needs the package lmms-eval: run `make setup-eval`, or pip install 'stacktok[lmms]' in an "
-            "environment of its own; the scenes also run with --engine loop"
+            "engine lmms-eval needs the package lmms-eval: run `make setup-eval`, or pip install 'stacktok[lmms]' in "
+            "an environment of its own; the scenes also run with --engine loop"
         )

@@ -143,8 +143,8 @@ def comparison_table(study: Study, baseline: str) -> Table:
         ("Model", "Budget", "Method", "Benchmark", "Difference [95 %]", "p", "Reading"),
         rows,
         notes=(
-            "Paired over the same items. Scores that are means: sign-flip permutation test; others and Avg.: bootstrap. "
-            "Not corrected for the number of comparisons.",
+            "Paired over the same items. Scores that are means: sign-flip permutation test; others and Avg.: "
+            "bootstrap. Not corrected for the number of comparisons.",
         ),
     )
 
@@ -252,7 +252,8 @@ def _tex(text: str) -> str:
 def to_html(tables: Sequence[Table]) -> str:
     """The tables as one page that needs nothing else."""
     style = (
-        "body{font:15px/1.4 system-ui,sans-serif;margin:2rem;color:#1b1b1b}table{border-collapse:collapse;margin:.6rem 0}"
+        "body{font:15px/1.4 system-ui,sans-serif;margin:2rem;color:#1b1b1b}"
+        "table{border-collapse:collapse;margin:.6rem 0}"
         "th,td{padding:.25rem .7rem;text-align:right;border-bottom:1px solid #dcdfe1;white-space:nowrap}"
         "th:first-child,td:first-child{text-align:left}thead th{background:#ebeef0}"
         "tr.group td{text-align:center;background:#e0e4e6;font-style:italic}tr.paper td{color:#5c5c5c}"

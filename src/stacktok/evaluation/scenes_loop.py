@@ -1,4 +1,4 @@
-"""This package's own loop over the scenes: no evaluation library, the same questions, prompts and rule of right."""
+"""The package's own loop over the scenes: no evaluation library, the same questions, prompts and rule of right."""
 
 from __future__ import annotations
 

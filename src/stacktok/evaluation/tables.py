@@ -242,10 +242,10 @@ def _tail(difference: float, first: Floats | None, second: Floats | None) -> Com
 def published(model: str, method: str, budget: Budget | None) -> dict[str | None, float]:
     """What the paper prints for a method: scores by benchmark, and its average under None; empty where it has none."""
     for row in published_rows():
-        if not row.fine_tuned and (row.model, row.method) == (model, method):
-            if method == FULL or row.budget == str(budget):
-                scores: dict[str | None, float] = dict(row.scores.items())
-                return scores | {None: row.average}
+        there = (row.model, row.method) == (model, method) and (method == FULL or row.budget == str(budget))
+        if there and not row.fine_tuned:
+            scores: dict[str | None, float] = dict(row.scores.items())
+            return scores | {None: row.average}
     averages: list[PublishedAverage] = [*published_cross_model(), *published_ablations()]
     for cell in averages:
         if not cell.fine_tuned and (cell.model, cell.method, cell.budget) == (model, method, str(budget)):
