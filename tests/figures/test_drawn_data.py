@@ -124,7 +124,9 @@ def test_nominees_are_those_of_the_run():
     assert sum(len(c.get_offsets()) for c in axes.collections) == int(np.isfinite(data.gains).sum())
 
 
-@pytest.mark.parametrize(("family", "size"), [("llava", (96, 96)), ("llava_next", (96, 64)), ("qwen2_5_vl", (168, 112))])
+@pytest.mark.parametrize(
+    ("family", "size"), [("llava", (96, 96)), ("llava_next", (96, 64)), ("qwen2_5_vl", (168, 112))]
+)
 def test_panels_hold_what_was_kept_in_every_family(family, size):
     built, picture = tiny.build(family), tiny.picture(*size)
     inputs = built.inputs(["Is there a dog?"], [[picture]])
@@ -176,8 +178,8 @@ def test_relevance_maps_are_the_selectors_affinities_per_word():
 
 def test_tiles_stand_as_the_model_lays_them_out():
     processor = tiny.build("llava_next").processor
-    assert tile_layout(processor, (64, 96), 3) == (1, 2)
-    assert tile_layout(processor, (96, 64), 3) == (2, 1)
+    assert tile_layout(processor, (56, 112), 3) == (1, 2)
+    assert tile_layout(processor, (112, 56), 3) == (2, 1)
     assert tile_layout(tiny.build("llava").processor, (64, 96), 1) is None
 
 
@@ -206,6 +208,6 @@ def test_a_selection_shows_itself_in_a_notebook():
     assert page.count("<title>") == record.k
     assert "Selection(12 of 36 tokens" in page
     assert grid_of(36) == (6, 6)
-    assert grid_of(24) == (4, 6)
-    assert grid_of(7) == (1, 7)
+    assert grid_of(24) == (6, 4)
+    assert grid_of(7) == (2, 6)
     assert grid_of(1) == (1, 1)

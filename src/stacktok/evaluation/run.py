@@ -19,6 +19,9 @@ from typing import Any
 from stacktok.evaluation.cells import Cell, Results, cells_of, checkpoint_path, installed_version
 from stacktok.evaluation.plan import Plan, parse_plan
 
+WORKER = "stacktok.evaluation.worker"
+"""Module that torchrun starts."""
+
 RETRIES = 2
 """How often a cell whose worker died without a word is tried again."""
 
@@ -203,7 +206,7 @@ def _over_torchrun(plan: Plan, cell: Cell, data: Path, device: str | None, proce
             order, answer = Path(folder) / "order.json", Path(folder) / "answer.json"
             values = {"plan": plan.model_dump(mode="json"), "key": cell.key, "data": str(data), "device": device}
             order.write_text(json.dumps(values), encoding="utf-8")
-            worker = ["-m", "stacktok.evaluation.worker", str(order), str(answer)]
+            worker = ["-m", WORKER, str(order), str(answer)]
             ended = subprocess.run([*command, *worker], capture_output=True, text=True, check=False)
             if answer.is_file():
                 result: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))

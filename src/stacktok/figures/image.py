@@ -289,7 +289,7 @@ def relevance_maps(
         rows = embeddings[word]
         maps[word] = []
         for crop in image.crops:
-            _, query = affinities(crop.vision, crop.projected, rows.to(crop.projected), tau_query=tau)
+            query, _ = affinities(crop.vision, crop.projected, rows.to(crop.projected), tau_query=tau)
             maps[word].append(np.asarray(query, dtype=np.float64).mean(0).reshape(crop.grid))
     return maps
 
