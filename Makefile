@@ -3,8 +3,11 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+EVAL_VENV ?= .venv-eval
+EVAL_BIN := $(EVAL_VENV)/bin
+EVAL_STAMP := $(EVAL_VENV)/.ready
 
-.PHONY: setup demo test lint format bench-select train-embedded clean
+.PHONY: setup setup-eval test-eval figures demo test lint format bench-select train-embedded clean
 
 setup: $(STAMP)
 
@@ -12,6 +15,24 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $(STAMP)
+
+# lmms-eval brings a torchvision that loads beside a CUDA build of torch alone; our plugin does without it, and beside a
+# CPU build transformers stumbles over it.
+setup-eval: $(EVAL_STAMP)
+
+$(EVAL_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(EVAL_VENV)
+	$(EVAL_BIN)/python -m pip install --quiet -c constraints.txt torch torchvision -e '.[lmms,ray,figures]' pytest
+	$(EVAL_BIN)/python -c "import torch, sys; sys.exit(torch.version.cuda is None)" \
+		|| $(EVAL_BIN)/python -m pip uninstall --quiet --yes torchvision
+	touch $(EVAL_STAMP)
+
+test-eval: setup-eval
+	HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1 \
+		$(EVAL_BIN)/python -m pytest tests/evaluation/test_lmms.py tests/evaluation/test_scale.py
+
+figures: setup
+	$(BIN)/python docs/make_figures.py --out docs/figures
 
 demo: setup
 	$(BIN)/stacktok demo
@@ -38,4 +59,4 @@ train-embedded: setup
 	$(BIN)/python -m training.card --run runs/llava --config training/configs/llava.yaml
 
 clean:
-	rm -rf $(VENV) build dist out
+	rm -rf $(VENV) $(EVAL_VENV) build dist out

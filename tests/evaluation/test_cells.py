@@ -155,7 +155,7 @@ def test_a_full_disk_stops_the_run_and_leaves_finished_cells_whole(checkpoint, b
         real(descriptor)
 
     monkeypatch.setattr(cells.os, "fsync", fsync)
-    with pytest.raises(OSError, match="no space left to write .*; finished cells are intact: free some and start"):
+    with pytest.raises(OSError, match=r"no space left to write .*; finished cells are intact: free some and start"):
         run_plan(plan, tmp_path)
     results = Results(tmp_path / "small")
     # The first write is run.json.

@@ -84,7 +84,7 @@ def test_a_bad_plan_is_refused_with_the_field_and_the_remedy(changes, message):
 def test_unknown_methods_and_settings_are_refused_before_anything_runs():
     with pytest.raises(ValueError, match="no method is called 'stack'; the methods are stacktok"):
         cells_of(parse_plan(values(methods=[{"name": "s", "method": "stack"}])))
-    with pytest.raises(ValueError, match="method 's' cannot be built from its settings.*'depth'"):
+    with pytest.raises(ValueError, match=r"method 's' cannot be built from its settings.*'depth'"):
         cells_of(parse_plan(values(methods=[{**METHOD, "settings": {"depth": 2}}])))
     with pytest.raises(ValueError, match="beta_min"):
         cells_of(parse_plan(values(methods=[{**METHOD, "settings": {"beta_min": 2.0}}])))
