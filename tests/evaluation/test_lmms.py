@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("lmms_eval", reason="needs lmms-eval: make test-eval")
 
-from stacktok import StackTok
+from stacktok import StackTok, embedded
 from stacktok.evaluation import lmms, run
 from stacktok.evaluation.answering import Answerer
 from stacktok.evaluation.cells import cells_of
@@ -165,19 +165,90 @@ def _task(name):
 
 
 def test_scores_that_are_no_means_are_resampled_by_the_tasks_own_aggregation():
+    def odd(values, arguments):
+        return 1.0
+
+    def refusing(values):
+        raise AssertionError("pairs")
+
     class Task:
         def aggregation(self):
-            return {"pairs": lambda values: 100.0 * min(sum(v["score"] for v in values), 3), "odd": lambda v, args: 0.0}
+            return {"sum": lambda values: 100.0 * min(sum(v["score"] for v in values), 3), "odd": odd, "no": refusing}
 
-    part = load_plan("paper-llava-1.5").tasks[0].model_copy(update={"metrics": ("pairs",), "scale": 1.0})
-    samples = [{"pairs": {"score": i % 2}} for i in range(6)]
-    first = lmms.replicate_scores(Task(), part, samples, [None] * 6)
+    def replicates(metric, groups):
+        part = load_plan("paper-llava-1.5").tasks[0].model_copy(update={"metrics": (metric,), "scale": 1.0})
+        samples = [{metric: {"score": i % 2}} for i in range(6)]
+        return lmms.replicate_scores(Task(), part, samples, groups)
+
+    first = replicates("sum", [None] * 6)
     assert len(first) == lmms.REPLICATES
-    assert first == lmms.replicate_scores(Task(), part, samples, [None] * 6)
+    assert first == replicates("sum", [None] * 6)
     assert set(first) <= {0.0, 100.0, 200.0, 300.0}
-    assert len(set(lmms.replicate_scores(Task(), part, samples, [1] * 6))) == 1
-    odd = part.model_copy(update={"metrics": ("odd",)})
-    assert lmms.replicate_scores(Task(), odd, samples, [None] * 6) is None
+    assert len(set(replicates("sum", [1] * 6))) == 1
+    assert set(replicates("odd", [None] * 6)) == {1.0}
+    assert replicates("no", [None] * 6) is None
+
+
+def test_mme_is_resampled_by_image_and_mmbench_by_question():
+    from lmms_eval.tasks.mmbench.en_utils import mmbench_aggregate_dev_results_static
+    from lmms_eval.tasks.mme.utils import mme_aggregate_results
+
+    plan = load_plan("paper-llava-1.5")
+    mme, mmb = (next(task for task in plan.tasks if task.name == name) for name in ("mme", "mmb"))
+    pairs = [
+        {"mme_perception_score": {"question_id": f"{i // 2}", "category": "color", "score": float(i % 4 > 0)}}
+        for i in range(16)
+    ]
+    pairs.append({"mme_cognition_score": {"question_id": "c", "category": "code", "score": 1.0}})
+    pairs.append({"mme_cognition_score": {"question_id": "c", "category": "code", "score": 1.0}})
+
+    class Mme:
+        def aggregation(self):
+            return dict.fromkeys(mme.metrics, mme_aggregate_results)
+
+    groups = [str(i // 2) for i in range(18)]
+    scores = lmms.replicate_scores(Mme(), mme, pairs, groups)
+    assert len(scores) == lmms.REPLICATES
+    assert len(set(scores)) > 3
+    questions = [
+        {
+            "gpt_eval_score": {
+                "index": 7 * i,
+                "question": "?",
+                "answer": "A",
+                "prediction": "A" if i % 3 else "B",
+                "hint": "",
+                "source": "s",
+                "split": "dev",
+                "category": "c",
+                "L2-category": "l",
+                **{letter: f"option {letter}" for letter in "ABCDE"},
+            }
+        }
+        for i in range(12)
+    ]
+
+    class Mmb:
+        def aggregation(self):
+            return {"gpt_eval_score": lambda values: mmbench_aggregate_dev_results_static(values, None)}
+
+    found = lmms.replicate_scores(Mmb(), mmb, questions, [None] * 12)
+    assert found is not None
+    assert len(set(found)) > 3
+
+
+@pytest.mark.skipif(not (embedded.path("llava") / "config.json").is_file(), reason="the embedded weights are not here")
+def test_the_embedded_model_scores_the_same_through_lmms_eval_and_the_own_loop(tmp_path):
+    found = []
+    for engine in ("lmms-eval", "loop"):
+        plan = load_plan("scenes", {"engine": engine, "scenes": 12})
+        plan = plan.model_copy(
+            update={"methods": plan.methods[3:4], "budgets": (64,), "tasks": plan.tasks[:1] + plan.tasks[5:6]}
+        )
+        results = run_plan(plan, tmp_path / engine, device="cpu")
+        found.append((answers(results), [result["score"] for result in results.read()]))
+    assert found[0] == found[1]
+    assert max(found[0][1]) > 50
 
 
 def test_the_keys_of_cells_name_the_engine(checkpoint):

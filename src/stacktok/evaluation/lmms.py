@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
+import io
 import logging
 import math
+from argparse import Namespace
 from collections.abc import Iterable, Sequence
+from contextlib import redirect_stdout
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from stacktok.evaluation.lmms_plugin import require_lmms_eval
 from stacktok.evaluation.plan import SCENES, Plan, TaskPart
 from stacktok.evaluation.scenes_task import task_name, write_task
 
-REPLICATES = 500
+REPLICATES = 200
 """Resamples of a score that is no mean over items; the same for all methods, so that differences are paired."""
 
 
@@ -77,6 +80,8 @@ def run_cell(cell: Cell, answerer: Answerer, data: Path, device: str | None = No
         manager = TaskManager("ERROR", include_path=str(data), include_defaults=False)
     else:
         manager = TaskManager("ERROR")
+    # Some tasks write submission files, beside the task's data here.
+    arguments = Namespace(output_path=str(data), process_with_media=False)
     out = simple_evaluate(
         model=model,
         tasks=[name],
@@ -87,6 +92,7 @@ def run_cell(cell: Cell, answerer: Answerer, data: Path, device: str | None = No
         task_manager=manager,
         distributed_executor_backend="torchrun",
         verbosity="ERROR",
+        cli_args=arguments,
     )
     logs = _gather(model)
     if model.rank or out is None:
@@ -106,7 +112,7 @@ def run_cell(cell: Cell, answerer: Answerer, data: Path, device: str | None = No
     if not is_mean(rows, score, cell.task.scale):
         task = get_task_dict([name], manager)[name]
         ordered = [samples[number] for number in sorted(samples)]
-        replicates = replicate_scores(task, cell.task, ordered, [row["group"] for row in rows])
+        replicates = replicate_scores(task, cell.task, ordered, [row["group"] for row in rows], arguments)
     return {"metrics": metrics, "score": score, "items": rows, "replicates": replicates}
 
 
@@ -117,20 +123,28 @@ def is_mean(rows: Sequence[dict[str, Any]], score: float, scale: float) -> bool:
 
 
 def replicate_scores(
-    task: Any, part: TaskPart, samples: Sequence[dict[str, Any]], groups: Sequence[Any]
+    task: Any, part: TaskPart, samples: Sequence[dict[str, Any]], groups: Sequence[Any], arguments: Any = None
 ) -> list[float] | None:
     """Bootstrap replicates of a score by the task's own aggregation; None where that cannot be called again.
 
-    Clusters are resampled as wholes. The draws depend on the items alone, so that replicate r of two methods is about
-    the same items.
+    Clusters are resampled as wholes, and one that is drawn twice counts as two. The draws depend on the items alone, so
+    that replicate r of two methods is about the same items.
+
+    Parameters
+    ----------
+    task
+        The task of lmms-eval.
+    part
+        The plan's entry for it.
+    samples, groups
+        Logged samples in order, and the cluster of each.
+    arguments
+        What an aggregation that wants command-line arguments is given.
     """
     aggregations = task.aggregation()
-    chosen = []
-    for metric in part.metrics:
-        function = aggregations.get(metric)
-        if not callable(function) or len(inspect.signature(function).parameters) != 1:
-            return None
-        chosen.append((metric, function))
+    chosen = [(metric, aggregations.get(metric)) for metric in part.metrics]
+    if not all(callable(function) for _, function in chosen):
+        return None
     members: dict[Any, list[int]] = {}
     for index, group in enumerate(groups):
         members.setdefault(index if group is None else ("group", group), []).append(index)
@@ -138,13 +152,36 @@ def replicate_scores(
     rng = np.random.default_rng(0)
     scores = []
     for _ in range(REPLICATES):
-        drawn = [index for cluster in rng.integers(len(clusters), size=len(clusters)) for index in clusters[cluster]]
+        drawn = [clusters[number] for number in rng.integers(len(clusters), size=len(clusters))]
         total = 0.0
         for metric, function in chosen:
-            values = [samples[index][metric] for index in drawn if metric in samples[index]]
-            total += float(function(values)) if values else math.nan
+            values = [
+                _renamed(samples[index][metric], draw, place)
+                for draw, cluster in enumerate(drawn)
+                for place, index in enumerate(cluster)
+                if metric in samples[index]
+            ]
+            wanted = (values, arguments) if len(signature(function).parameters) > 1 else (values,)
+            # An aggregation may refuse a resample in whatever way its author chose; then there are no replicates.
+            try:
+                with redirect_stdout(io.StringIO()):
+                    total += float(function(*wanted))
+            except Exception:
+                return None
         scores.append(part.scale * total)
     return scores if all(math.isfinite(score) for score in scores) else None
+
+
+def _renamed(value: Any, draw: int, place: int) -> Any:
+    """A logged value under the name of its draw, since aggregations tell items apart by their names."""
+    if not isinstance(value, dict):
+        return value
+    changed = dict(value)
+    if "question_id" in value:
+        changed["question_id"] = f"{value['question_id']}#{draw}"
+    if isinstance(value.get("index"), int):
+        changed["index"] = draw * 8 + place if place < 8 else value["index"]
+    return changed
 
 
 def _row(part: TaskPart, number: int, sample: dict[str, Any], log: dict[str, Any] | None) -> dict[str, Any]:
