@@ -94,7 +94,7 @@ def test_the_score_table_has_the_papers_layout_and_its_numbers_beside_ours(tmp_p
     table = score_table(study(tmp_path), "LLaVA-1.5-7B")
     assert table.header == ("Method", "gqa", "sqa", "mme", "Avg.† %")
     names = [row[0] for row in table.rows]
-    group = ["MMTok", "StackTok", "MMTok (paper)", "StackTok (paper)"]
+    group = ["MMTok", "StackTok", "MMTok (paper)", "StackTok (paper)", "VisionZip‡ (paper)"]
     assert names == ["all tokens", "Vanilla", "Vanilla (paper)", "budget 128", *group, "budget 64", *group]
     paper = table.rows[names.index("StackTok (paper)", 8)]
     assert paper[-1] == "96.66"
@@ -107,7 +107,9 @@ def test_the_score_table_has_the_papers_layout_and_its_numbers_beside_ours(tmp_p
 def test_the_cross_model_table_joins_budgets_with_slashes(tmp_path):
     table = cross_model_table([study(tmp_path)])
     assert table.header[1] == "LLaVA-1.5-7B 128 / 64"
-    assert [row[0] for row in table.rows] == ["MMTok", "MMTok (paper)", "StackTok", "StackTok (paper)"]
+    names = ["MMTok", "MMTok (paper)", "StackTok", "StackTok (paper)", "VisionZip‡ (paper)"]
+    assert [row[0] for row in table.rows] == names
+    assert table.rows[4][1] == "97.67 / 94.95"
     assert table.rows[3][1] == "98.03 / 96.66"
     assert re.fullmatch(r"\d\d\.\d\d / \d\d\.\d\d", table.rows[2][1])
     assert cross_model_table([study(tmp_path, "one", models=("m",))]) is None

@@ -14,6 +14,9 @@ from stacktok.evaluation.tables import Difference, Measured, Row, Study, differe
 
 MISSING = "–"
 
+TUNED = "VisionZip"
+"""The method of which the paper also lists a fine-tuned variant, marked ‡ and left out of rankings."""
+
 
 @dataclass(frozen=True)
 class Table:
@@ -80,6 +83,9 @@ def score_table(study: Study, model: str, *, paper: bool = True) -> Table:
                 if printed:
                     shown = [_number(printed.get(name)) for name in [*names, None]]
                     rows.append((f"{row.method} (paper)", *shown))
+            printed = published(model, TUNED, budget, fine_tuned=True) if budget is not None else {}
+            if printed:
+                rows.append((f"{TUNED}‡ (paper)", *(_number(printed.get(name)) for name in [*names, None])))
     notes = [
         "Scores with 95 % bootstrap intervals over items (clusters of items where the benchmark has them); "
         f"Avg.{dagger} is the mean over {', '.join(study.plan.columns)} of the score over that of all tokens, in %."
@@ -120,6 +126,17 @@ def cross_model_table(studies: Sequence[Study], *, paper: bool = True) -> Table 
         rows.append((method, *ours))
         if paper and any(character.isdigit() for text in printed for character in text):
             rows.append((f"{method} (paper)", *printed))
+    if paper:
+        tuned = [
+            " / ".join(
+                _number(published(model, TUNED, budget, fine_tuned=True).get(None))
+                for budget in _budgets(study, model)
+                if budget is not None
+            )
+            for study, model in columns
+        ]
+        if any(character.isdigit() for text in tuned for character in text):
+            rows.append((f"{TUNED}‡ (paper)", *tuned))
     return Table("Average retention over models, %", ("Method", *header), tuple(rows))
 
 
@@ -242,7 +259,14 @@ def to_latex(tables: Sequence[Table]) -> str:
     return "% needs \\usepackage{booktabs}\n" + "\n\n".join(parts) + "\n"
 
 
-_TEX = {"\\": "\\textbackslash{}", "†": "$^\\dagger$", "–": "--", "~": "\\textasciitilde{}", "^": "\\textasciicircum{}"}
+_TEX = {
+    "\\": "\\textbackslash{}",
+    "†": "$^\\dagger$",
+    "‡": "$^\\ddagger$",
+    "–": "--",
+    "~": "\\textasciitilde{}",
+    "^": "\\textasciicircum{}",
+}
 
 
 def _tex(text: str) -> str:

@@ -239,15 +239,23 @@ def _tail(difference: float, first: Floats | None, second: Floats | None) -> Com
     return Comparison(interval, min(1.0, 2 * (int(tail) + 1) / (size + 1)))
 
 
-def published(model: str, method: str, budget: Budget | None) -> dict[str | None, float]:
-    """What the paper prints for a method: scores by benchmark, and its average under None; empty where it has none."""
+def published(model: str, method: str, budget: Budget | None, *, fine_tuned: bool = False) -> dict[str | None, float]:
+    """What the paper prints for a method: scores by benchmark, and its average under None; empty where it has none.
+
+    Parameters
+    ----------
+    model, method, budget
+        Names as in the plans; the budget is not looked at for the unpruned model.
+    fine_tuned
+        The fine-tuned variant of the method, which the paper lists and ranks nowhere.
+    """
     for row in published_rows():
         there = (row.model, row.method) == (model, method) and (method == FULL or row.budget == str(budget))
-        if there and not row.fine_tuned:
+        if there and row.fine_tuned == fine_tuned:
             scores: dict[str | None, float] = dict(row.scores.items())
             return scores | {None: row.average}
     averages: list[PublishedAverage] = [*published_cross_model(), *published_ablations()]
     for cell in averages:
-        if not cell.fine_tuned and (cell.model, cell.method, cell.budget) == (model, method, str(budget)):
+        if cell.fine_tuned == fine_tuned and (cell.model, cell.method, cell.budget) == (model, method, str(budget)):
             return {None: cell.average}
     return {}
