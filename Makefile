@@ -7,7 +7,7 @@ EVAL_VENV ?= .venv-eval
 EVAL_BIN := $(EVAL_VENV)/bin
 EVAL_STAMP := $(EVAL_VENV)/.ready
 
-.PHONY: setup setup-eval test-eval figures demo test lint format bench-select train-embedded clean
+.PHONY: setup setup-eval test-eval figures demo test lint format bench-select bench-models train-embedded clean
 
 setup: $(STAMP)
 
@@ -51,6 +51,9 @@ test: lint
 
 bench-select: setup
 	$(BIN)/python benchmarks/bench_select.py
+
+bench-models: setup
+	$(BIN)/stacktok bench llava-1.5-1b --dtype float32 --out out/bench-models
 
 # About an hour and a half on two cores; started again after a kill, it goes on where it was.
 train-embedded: setup

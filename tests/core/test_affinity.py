@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
@@ -74,6 +76,7 @@ def test_grid_of_given_affinities_follows_rows_and_largest_entry():
 def test_given_float64_is_kept_only_where_float32_does_not_hold_it():
     exact = np.array([[0.5, 0.25], [0.125, 0.75]])
     assert given_affinity(exact, "a").dtype == np.float32
+    assert given_affinity(np.full((4, 4), 3.3 * 2.0**-50), "a").dtype == np.float32
     third = np.array([[1 / 3, 0.25], [0.125, 0.75]])
     kept = given_affinity(third, "a")
     assert kept.dtype == np.float64
@@ -88,6 +91,16 @@ def test_given_affinities_of_any_scale_have_exact_sums(scale):
     largest = max(1.0, a.max())
     assert np.abs(rounded - a).max() <= largest * 40 * 2.0**-51
     assert rounded.sum(axis=0).tolist() == rounded[::-1].sum(axis=0).tolist()
+
+
+def test_a_deep_row_has_exact_sums_too():
+    """Where a row counts many entries at once, the grid leaves room for their sum."""
+    a = np.random.default_rng(0).random((3, 500))
+    for depth in (1, 40, None):
+        rounded = given_affinity(a, "a", depth)
+        counted = 500 if depth is None else depth
+        largest = np.sort(rounded.astype(np.float64), axis=1)[:, -counted:]
+        assert Fraction(float(largest.sum())) == sum(Fraction(value) for value in largest.ravel().tolist())
 
 
 def test_given_affinities_already_on_the_grid_are_not_copied():
@@ -112,8 +125,70 @@ def test_zero_vectors_and_identical_tokens_are_uniform():
     assert selection.criterion == ("relevance", "fill", "fill")
 
 
-def test_affinities_underflow_to_zero_without_a_nan():
+@pytest.mark.parametrize("tau", [1e-4, 1e-39, 1e-300])
+def test_no_temperature_is_too_small(tau):
     x, z, q = features(40, 6)
-    selection = stacktok.select(x, z, q, 20, tau_query=1e-4, tau_vision=1e-3)
-    assert np.isfinite(selection.relevance).all()
-    assert np.isfinite(selection.coverage).all()
+    a_qv, a_vv = stacktok.affinities(x, z, q, tau_query=tau, tau_vision=tau)
+    np.testing.assert_allclose(a_qv.sum(axis=1), 1, rtol=1e-5)
+    np.testing.assert_allclose(a_vv.sum(axis=1), 1, rtol=1e-5)
+    assert stacktok.select(x, z, q, 20, tau_query=tau, tau_vision=tau).strictness == 0.3
+
+
+def test_no_norm_floor_is_too_small_for_zero_vectors():
+    _, z, q = features(6, 2)
+    a_qv, a_vv = stacktok.affinities(np.zeros((6, 4), dtype=np.float32), z, q, norm_epsilon=1e-50)
+    np.testing.assert_allclose(a_vv, 1 / 6, rtol=1e-6)
+    assert np.isfinite(a_qv).all()
+
+
+def test_a_larger_norm_floor_shrinks_small_vectors():
+    x, z, q = features(20, 3)
+    _, small = stacktok.affinities(x * 1e-3, z, q, norm_epsilon=1.0)
+    norms = np.linalg.norm(x * 1e-3, axis=1)
+    logits = (x * 1e-3) @ (x * 1e-3).T / 0.2
+    assert (norms < 1).all()
+    np.testing.assert_allclose(small, np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True), rtol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"tau_query": 0}, {"tau_vision": -1}, {"norm_epsilon": 0}])
+def test_affinities_check_their_parameters(settings):
+    with pytest.raises(ValueError, match="must be greater than 0"):
+        stacktok.affinities(*features(5, 2), **settings)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_does_not_lower_the_precision(dtype):
+    x, z, q = (torch.from_numpy(a) for a in features(40, 3))
+    expected = stacktok.select(x, z, q, 9)
+    with torch.autocast("cpu", dtype=dtype):
+        assert stacktok.select(x, z, q, 9) == expected
+
+
+def test_eight_bit_features_are_cast_up():
+    x, z, q = (torch.from_numpy(a).to(torch.float8_e4m3fn) for a in features(30, 3))
+    assert stacktok.select(x, z, q, 5) == stacktok.select(x.float(), z.float(), q.float(), 5)
+
+
+@pytest.mark.parametrize("m", [1, 2, 5])
+def test_identical_tokens_tie_whatever_their_place(m):
+    """A matrix-vector product would treat equal rows differently by their place."""
+    generator = torch.Generator().manual_seed(m)
+    kinds = torch.randn(3, 4096, generator=generator)
+    label = torch.randint(3, (300,), generator=generator)
+    x, z = torch.randn(3, 256, generator=generator)[label], kinds[label]
+    a_qv, a_vv = stacktok.affinities(x, z, torch.randn(m, 4096, generator=generator))
+    for a in (a_qv, a_vv):
+        for kind in range(3):
+            same = a[:, (label == kind).numpy()]
+            assert (same == same[:, :1]).all()
+
+
+@given(
+    n=st.integers(1, 30),
+    m=st.integers(0, 4),
+    seed=st.integers(0, 99),
+    dtypes=st.tuples(*[st.sampled_from([torch.float16, torch.bfloat16, torch.float32])] * 3),
+)
+def test_any_mix_of_types_gives_the_result_of_its_float32_casts(n, m, seed, dtypes):
+    mixed = [torch.from_numpy(a).to(dtype) for a, dtype in zip(features(n, m, seed=seed), dtypes, strict=True)]
+    assert stacktok.select(*mixed, 5) == stacktok.select(*(tensor.float() for tensor in mixed), 5)

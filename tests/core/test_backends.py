@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -102,13 +104,38 @@ def test_importing_stacktok_is_light():
     assert heavy.isdisjoint(modules)
 
 
-def test_the_first_call_says_why_it_takes_long_once(caplog):
-    kernel = cpu._Kernel(lambda: None)
-    kernel._function = lambda: __import__("time").sleep(0.6)
-    cpu._said_why.clear()
-    kernel()
-    kernel()
-    other = cpu._Kernel(lambda: None)
-    other._function = kernel._function
-    other()
-    assert [record.getMessage()[:22] for record in caplog.records] == ["compiling the selector"]
+def test_the_first_call_that_compiles_says_why_once(caplog, monkeypatch):
+    class Slow:
+        """A function that is still compiling when patience ends."""
+
+        def __init__(self, misses):
+            self.stats = SimpleNamespace(cache_misses={"signature": misses})
+
+        def __call__(self):
+            cpu._said_why.wait(5 if self.stats.cache_misses["signature"] else 0.05)
+
+    monkeypatch.setattr(cpu._Kernel, "patience", 0.0)
+    monkeypatch.setattr(cpu, "_said_why", threading.Event())
+    for misses, expected in ((0, 0), (1, 1), (1, 1)):
+        kernel = cpu._Kernel(lambda: None)
+        kernel._function = Slow(misses)
+        kernel()
+        kernel()
+        assert len(caplog.records) == expected
+    assert caplog.records[0].getMessage().startswith("compiling the selector")
+
+
+def test_compiled_code_without_a_place_to_keep_it(monkeypatch, caplog):
+    """A read-only installation compiles in every process, and says so once."""
+    compile_now = cpu.numba.njit
+
+    def no_place(**options):
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function: no locator available")
+        return compile_now(**options)
+
+    monkeypatch.setattr(cpu.numba, "njit", no_place)
+    monkeypatch.setattr(cpu, "_said_uncached", threading.Event())
+    assert cpu._compiled(lambda: 3)() == 3
+    assert cpu._compiled(lambda: 4)() == 4
+    assert [record.getMessage()[:22] for record in caplog.records] == ["no folder can be writt"]

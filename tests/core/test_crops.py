@@ -142,6 +142,25 @@ def test_no_crops_is_an_error(call):
         call(*([[], None, 3] if call is stacktok.select_crops else [[]]))
 
 
+def test_what_is_no_crop_is_named():
+    x, z, q = features(6, 2)
+    with pytest.raises(TypeError, match=r"crops\[1\] has type tuple; give a Crop"):
+        stacktok.select_crops([stacktok.Crop(x, z), (x, z)], q, 3)
+    with pytest.raises(ValueError, match=r"affinities\[0\] has 2 entries"):
+        stacktok.select_crops_from_affinities([affinities(5, 2)], 3)
+    broken = x.copy()
+    broken[2] = np.inf
+    with pytest.raises(ValueError, match=r"crop 1: vision\[2\] holds NaN or infinity"):
+        stacktok.select_crops([stacktok.Crop(x, z), stacktok.Crop(broken, z)], q, 3)
+
+
+def test_the_final_target_of_a_crop_is_that_of_its_horizon():
+    crops = [(*affinities(12, 3, seed=seed), None) for seed in range(3)]
+    result = stacktok.select_crops_from_affinities(crops, 1, target="final", allocation="uniform")
+    for crop, (_, a_vv, _) in zip(result.crops, crops, strict=True):
+        assert crop.target[0] == crop.strictness * naive.reference(a_vv, range(12), 1)[-1] / 12
+
+
 def test_crops_must_share_one_query():
     with pytest.raises(ValueError, match=r"have \[2, 3\] rows; one query serves all crops"):
         stacktok.select_crops_from_affinities([(*affinities(5, 2), None), (*affinities(5, 3), None)], 4)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 
 import stacktok
+from stacktok.kernels import CRITERIA, Rule, get_backend
 from tests.core import naive
 from tests.core.cases import affinities, focused, problems, tied
 
@@ -104,12 +105,18 @@ def test_the_lowest_index_fills_the_budget_when_both_have_saturated(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_unserved_deficit_falls_back_to_relevance(backend):
-    """A target above what the eligible tokens can reach never keeps the budget from being filled."""
-    a_qv, a_vv = tied(8, 3, seed=5)
-    selection = stacktok.select_from_affinities(a_qv, a_vv, 8, target="final", strictness=1.0, backend=backend)
-    assert selection.k == 8
-    assert selection.criterion[0] == "coverage"
+def test_a_deficit_that_coverage_cannot_repair_falls_back_to_relevance(backend):
+    """No target of the paper's is out of reach; one that is still must not keep relevance from its turn."""
+    a_vv = np.zeros((8, 8), dtype=np.float32)
+    a_vv[:, 2] = 0.5
+    a_qv = np.zeros((1, 8), dtype=np.float32)
+    a_qv[0, 5] = 0.5
+    chosen = get_backend(backend)
+    walk = chosen.walk(a_vv, a_qv, chosen.column_sums(a_vv), np.ones(8, dtype=bool), Rule.GATED, 1, 0.0)
+    walk.extend(4, np.full(4, 1e9))
+    assert walk.order[:4].tolist() == [2, 5, 0, 1]
+    assert [CRITERIA[code] for code in walk.criterion[:4]] == ["coverage", "relevance", "fill", "fill"]
+    assert walk.bound[:4].all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -168,8 +175,12 @@ def test_ablations_are_what_their_names_say(backend):
     assert run(criterion="coverage").order.tolist() == greedy(coverage)
     by_sum = greedy(lambda s, kept: relevance(s, kept) / len(a_qv) + 0.25 * (coverage(s, kept) / n))
     assert run(criterion="scalarized", alpha=0.25).order.tolist() == by_sum
-    filled = run(criterion="relevance", fill="coverage")
-    assert filled == run(strictness=0.0) or filled.order.tolist() == run(strictness=0.0).order.tolist()
+    ungated = run(strictness=0.0).order.tolist()
+    assert run(criterion="relevance", fill="coverage").order.tolist() == ungated
+    # Nothing but the paper's policy has a target to hold, or swaps that would bring the other signal in.
+    assert run(criterion="relevance", fill="coverage", target="final").order.tolist() == ungated
+    for criterion in ("relevance", "coverage", "scalarized"):
+        assert not stacktok.select_from_affinities(a_qv, a_vv, 8, criterion=criterion, swap_passes=None).swaps
     final = run(target="final", strictness=0.9)
     assert len(set(final.target.tolist())) == 1
     assert final.target[0] == pytest.approx(0.9 * final.reference[-1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
@@ -95,6 +97,8 @@ def test_budgets_round_down_but_keep_one():
     assert resolve_budget(0.001, 576, 0) == 0
     assert resolve_budget(1.0, 576, 500) == 500
     assert resolve_budget(np.float32(0.5), 9, 9) == 4
+    assert resolve_budget(np.float32(0.29), 100, 100) == 29
+    assert resolve_budget(Fraction(2, 3), 3, 3) == 2
 
 
 def test_budgets_as_people_type_them():
@@ -212,6 +216,7 @@ def test_odd_but_valid_inputs(backend):
     assert nothing.indices.tolist() == []
     assert nothing.coverage.tolist() == nothing.reference.tolist() == [0.0]
     assert run(X, Z, Q, 5, eligible=[]).k == 0
+    assert run(X, Z, Q, 5, eligible=np.array([])).k == 0
     assert run(X, Z, Q, 5, eligible=np.zeros(12, dtype=bool)).indices.tolist() == []
     everything = run(X, Z, Q, 12)
     assert everything.indices.tolist() == list(range(12))

@@ -81,6 +81,18 @@ MUTANTS = {
         "nominees = [(-nominee_gain(c, 0), -c)",
         CROPS,
     ),
+    "no fallback to relevance": (
+        REFERENCE,
+        'criteria = [("coverage", coverage), ("relevance", relevance)]',
+        'criteria = [("coverage", coverage)]',
+        GATE,
+    ),
+    "grid without room for depth": (
+        "core/affinity.py",
+        "largest = max(largest, row_value / 2 * (1 + 2.0**-20))",
+        "largest = max(largest, 0.0)",
+        AFFINITY,
+    ),
     "no grid": (
         "core/affinity.py",
         "    logits.mul_(2.0**bits).round_().mul_(2.0**-bits)\n",
@@ -90,24 +102,36 @@ MUTANTS = {
 }
 
 
+def test_the_copy_itself_passes(tmp_path):
+    """Without a mutation the copied package is sound, so that what fails below fails for its mutation."""
+    run = run_copy(tmp_path, GATE)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_broken_selector_fails_the_suite(name, tmp_path):
     file, text, replacement, tests = MUTANTS[name]
-    shutil.copytree(ROOT / "src" / "stacktok" / "core", tmp_path / "stacktok" / "core", ignore=_no_caches)
-    shutil.copytree(ROOT / "src" / "stacktok" / "kernels", tmp_path / "stacktok" / "kernels", ignore=_no_caches)
-    shutil.copy(ROOT / "src" / "stacktok" / "__init__.py", tmp_path / "stacktok" / "__init__.py")
-    source = (tmp_path / "stacktok" / file).read_text()
-    assert source.count(text) == 1, "the mutant no longer fits the code: bring it up to date"
-    (tmp_path / "stacktok" / file).write_text(source.replace(text, replacement))
-    run = subprocess.run(
+    run = run_copy(tmp_path, tests, file, text, replacement)
+    assert run.returncode == 1, run.stdout[-2000:] + run.stderr[-2000:]
+    assert "1 failed" in run.stdout
+
+
+def run_copy(folder, tests, file="core/selection.py", text="", replacement=""):
+    """Run some tests against a copy of the core in which one text is replaced."""
+    for room in ("core", "kernels"):
+        shutil.copytree(ROOT / "src" / "stacktok" / room, folder / "stacktok" / room, ignore=_no_caches)
+    shutil.copy(ROOT / "src" / "stacktok" / "__init__.py", folder / "stacktok" / "__init__.py")
+    if text:
+        source = (folder / "stacktok" / file).read_text()
+        assert source.count(text) == 1, "the mutant no longer fits the code: bring it up to date"
+        (folder / "stacktok" / file).write_text(source.replace(text, replacement))
+    return subprocess.run(
         [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", tests],
         cwd=ROOT,
-        env={"PYTHONPATH": str(tmp_path), "PATH": "", "HOME": str(tmp_path)},
+        env={"PYTHONPATH": str(folder), "PATH": "", "HOME": str(folder)},
         capture_output=True,
         text=True,
     )
-    assert run.returncode == 1, run.stdout[-2000:] + run.stderr[-2000:]
-    assert "1 failed" in run.stdout
 
 
 def _no_caches(directory: str, names: list[str]) -> list[str]:

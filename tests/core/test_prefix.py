@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 
 import stacktok
+from stacktok.core import batch
 from tests.core.cases import affinities, features, focused, problems
 
 
@@ -76,6 +77,22 @@ def test_what_belongs_to_the_image_cannot_change_with_the_question():
         image.select(q, 3, taus=1)
 
 
+def test_a_question_s_settings_are_checked_together_with_the_image_s():
+    x, z, q = features(10, 2)
+    image = stacktok.prepare(x, z, beta_min=0.1, beta_max=0.5)
+    changed = image.select(q, 5, beta_max=0.2)
+    assert changed == stacktok.select(x, z, q, 5, beta_min=0.1, beta_max=0.2)
+    with pytest.raises(ValueError, match=r"beta_min=0\.6 and beta_max=0\.5"):
+        image.select(q, 5, beta_min=0.6)
+
+
+def test_a_prefix_is_a_copy():
+    a_qv, a_vv = affinities(20, 3)
+    selection = stacktok.select_from_affinities(a_qv, a_vv, 10)
+    selection.prefix(5).order[0] = 99
+    assert selection.order[0] != 99
+
+
 def test_threads_may_share_a_prepared_image():
     x, z, _ = features(200, 0)
     image = stacktok.prepare(x, z)
@@ -117,6 +134,35 @@ def test_a_batch_names_what_is_missing():
         stacktok.select_batch([x, x], [z, z], [q, q], [1, 2, 3])
     with pytest.raises(ValueError, match="budget=-1 is negative"):
         stacktok.select_batch([x, x], [z, z], [q, q], [1, -1])
+    broken = x.copy()
+    broken[3] = np.nan
+    with pytest.raises(ValueError, match=r"image 1: vision\[3\] holds NaN"):
+        stacktok.select_batch([x, broken], [z, z], [q, q], 2)
+
+
+def test_a_batch_holds_few_affinities_at_a_time(monkeypatch):
+    """Images built ahead of the walks wait their turn."""
+    alive, most, lock = 0, 0, threading.Lock()
+    build, walk = batch.PreparedImage, batch._walk
+
+    def building(*arguments):
+        nonlocal alive, most
+        with lock:
+            alive += 1
+            most = max(most, alive)
+        return build(*arguments)
+
+    def walking(*arguments):
+        nonlocal alive
+        with lock:
+            alive -= 1
+        return walk(*arguments)
+
+    monkeypatch.setattr(batch, "PreparedImage", building)
+    monkeypatch.setattr(batch, "_walk", walking)
+    x, z, q = features(30, 2)
+    assert len(stacktok.select_batch([x] * 20, [z] * 20, [q] * 20, 5)) == 20
+    assert most <= 2 * torch.get_num_threads() + 1
 
 
 def test_a_selection_survives_json_to_the_bit():

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from stacktok import StackTok
+from stacktok import Parameters, StackTok, select
 from stacktok.core.tokens import SEPARATOR, EncodedImage, Reduction, single_crop
 from stacktok.methods.base import FeatureMethod
+from stacktok.methods.facts import Facts
 from stacktok.models.base import ModelAdapter
 from stacktok.models.llava import LlavaAdapter
 from stacktok.models.llava_next import CanvasLayout
@@ -71,12 +74,34 @@ def test_a_next_image_of_any_shape_equals_the_computation_by_hand(width: int, he
     assert (np.diff(places) > 0).all()
 
 
+@pytest.mark.parametrize("family", ["llava", "llava_next", "qwen2_5_vl"])
+def test_the_rows_of_a_reduced_image_can_be_had_without_hooks(family: str) -> None:
+    tiny = build(family)
+    inputs = tiny.inputs(["Is there a dog?"], [[picture(160, 100)]])
+    seen: list[torch.Tensor] = []
+    with StackTok(budget=5)(tiny.model, tiny.processor) as pruned:
+        hook = tiny.model.model.language_model.register_forward_pre_hook(
+            lambda m, a, k: seen.append(k["inputs_embeds"]), with_kwargs=True
+        )
+        tiny.model(**inputs)
+        hook.remove()
+    (result,) = pruned.last
+    left = result.image.gather(crops_of(tiny, inputs)[0][1], result.reduction)
+    columns = pruned.kept_positions[0]
+    image = inputs["input_ids"][0, columns] == tiny.model.config.image_token_id
+    torch.testing.assert_close(seen[0][0, image], left)
+    with pytest.raises(ValueError, match="give the unpruned ones"):
+        result.image.gather(left, result.reduction)
+
+
 def test_patches_wholly_inside_the_letterbox_are_not_eligible() -> None:
     # A 2:1 picture on a 2 x 2 canvas of 4-patch tiles fills rows 2 to 5 of 8.
     layout = CanvasLayout(4, 2, 2, (100, 200))
     rows = (layout.places >= 0).reshape(2, 2, 4, 4).any(axis=(1, 3)).reshape(-1)
     assert rows.tolist() == [False, False, True, True, True, True, False, False]
     assert layout.length == 16 + 4 * 9
+    # The published shape: five views of 24 x 24, 48 newlines.
+    assert CanvasLayout(24, 2, 2, (672, 672)).length == 5 * 576 + 48
 
 
 def test_newlines_can_be_kept_on_top_of_the_budget() -> None:
@@ -133,6 +158,8 @@ def test_merged_tokens_take_their_anchors_place_with_their_own_embedding() -> No
     class Average(FeatureMethod):
         """Two tokens: a kept one after the mean of all others, out of raster order."""
 
+        facts = Facts("average", "none", query_aware=False, merges=True)
+
         def reduce(self, image: EncodedImage, query: Any, budget: Any) -> Reduction:
             crop = image.crops[0]
             others = np.stack([np.zeros(crop.n - 1, dtype=np.int64), np.delete(np.arange(crop.n), 3)], axis=1)
@@ -182,6 +209,18 @@ def test_an_adapter_from_outside_can_be_handed_over() -> None:
     with StackTok(budget=30)(tiny.model, tiny.processor, adapter=Half()) as pruned:
         tiny.model(**tiny.inputs(["Is there a dog?"], [[picture()]]))
     assert pruned.last[0].selection.indices.tolist() == [i for i in range(36) if i % 6 < 3]
+
+
+def test_the_adapter_of_the_page_add_a_model_works_as_printed() -> None:
+    page = (Path(__file__).parents[2] / "docs/add-a-model.md").read_text()
+    names: dict[str, Any] = {}
+    exec(page.split("```python\n")[1].split("```")[0], names)
+    tiny = build("llava")
+    inputs = tiny.inputs(["Is there a dog?"], [[picture()]])
+    with StackTok(budget=7)(tiny.model, tiny.processor, adapter=names["MyAdapter"]()):
+        theirs = tiny.model(**inputs).logits
+    with StackTok(budget=7)(tiny.model, tiny.processor):
+        assert torch.equal(theirs, tiny.model(**inputs).logits)
 
 
 def test_adapters_of_other_packages_are_found_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,6 +289,26 @@ def test_importing_the_package_and_its_methods_loads_no_model_library() -> None:
 def test_nonsense_parameters_are_refused_when_the_method_is_made(settings: dict[str, Any]) -> None:
     with pytest.raises((TypeError, ValueError), match=next(iter(settings))):
         StackTok(**settings)
+
+
+def test_the_method_has_every_parameter_of_the_selector_under_its_name_and_default() -> None:
+    method = StackTok()
+    for field in dataclasses.fields(Parameters):
+        expected = None if field.name == "tau_query" else field.default
+        assert getattr(method, field.name) == expected, field.name
+    assert method.parameters() == Parameters()
+    assert method.parameters(tau_query=0.01).tau_query == 0.01
+    assert StackTok(tau_query=0.5).parameters(tau_query=0.01).tau_query == 0.5
+
+
+def test_stacktok_selects_on_features_without_a_model() -> None:
+    generator = torch.Generator().manual_seed(0)
+    vision, projected, query = (torch.randn(n, 8, generator=generator) for n in (30, 30, 4))
+    eligible = torch.arange(30) % 2 == 0
+    found = StackTok(budget=6, relevance_depth=2).select(vision, projected, query, eligible)
+    assert found == select(vision, projected, query, 6, eligible=eligible, relevance_depth=2)
+    with pytest.raises(ValueError, match="budget=None keeps everything"):
+        StackTok().select(vision, projected, query)
 
 
 def test_stacktok_is_frozen_and_compares_by_its_parameters() -> None:

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from stacktok import StackTok
+from stacktok.runtime import PROMPT
 from tests.models.by_hand import pruned_by_hand, query_rows
 from tests.models.test_pruned_models import FAMILIES, LOOSE, QUESTIONS, greedy, words
 from tests.tiny import build, llava, picture, video_inputs
@@ -274,6 +275,10 @@ def test_a_cache_pruned_for_one_question_is_not_reused_for_another(family: str) 
             tiny.model.generate(whole, past_key_values=copy.deepcopy(out.past_key_values), max_new_tokens=3)
         with pytest.raises(ValueError, match="pruned for another question"):
             tiny.model(input_ids=tail, past_key_values=copy.deepcopy(out.past_key_values))
+        pruned.query = [PROMPT]
+        mixed = greedy(tiny.model, inputs, 4)
+        with pytest.raises(ValueError, match="pruned for another question"):
+            tiny.model(input_ids=tail, past_key_values=mixed.past_key_values)
         # Chosen without the question, the tokens serve any: the same conversation as one prompt is the reference.
         pruned.query = None
         out = greedy(tiny.model, inputs, 4)

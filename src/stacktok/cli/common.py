@@ -103,6 +103,8 @@ def load(name: str, dtype: str, device: str, *, quiet: bool) -> tuple[Any, Any]:
     logging.set_verbosity_error()
     if quiet:
         logging.disable_progress_bar()
+    if not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise ValueError(f"model folder {name} does not exist")
     try:
         config = transformers.AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:

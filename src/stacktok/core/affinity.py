@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from stacktok.core.inputs import Array, as_matrix, check_same_device
+from stacktok.core.parameters import Parameters
 
 Affinity = NDArray[np.floating]
 """A non-negative matrix on its grid, in host memory, C order, float32 or float64."""
@@ -47,9 +48,10 @@ def vision_affinity(vision: torch.Tensor, tau: float, norm_epsilon: float, norms
         Row norms of ``vision``, (n,), from `row_norms`.
     """
     n = len(vision)
-    unit = _working(vision) / norms.clamp_min(norm_epsilon)[:, None]
+    unit = vision.to(norms.dtype) / _floored(norms, norm_epsilon)[:, None]
     result = torch.empty((n, n), dtype=unit.dtype, device=unit.device)
-    torch.mm(unit, unit.T, out=result)
+    with _full_precision(vision):
+        torch.mm(unit, unit.T, out=result)
     bits = grid_bits(n)
     for rows in _row_blocks(n, n):
         _softmax_on_grid(result[rows], tau, bits)
@@ -77,13 +79,16 @@ def query_affinity(
     m, n = len(query), len(projected)
     dtype = torch.promote_types(_working_type(query), _working_type(projected))
     query = query.to(dtype)
-    unit = query / row_norms(query, "query").clamp_min(norm_epsilon)[:, None]
+    unit = query / _floored(row_norms(query, "query"), norm_epsilon)[:, None]
+    # A single row would go through a matrix-vector product, in which equal tokens need not come out equal.
+    rows_of_product = unit.expand(2, -1) if m == 1 else unit
     # The tall matrix goes first, which spares the product a transposed copy of it; and its norms divide the small
     # product in place of the large factor.
     # Features of any type go through the same blocks, so that half precision equals its float32 cast to the bit.
-    blocks = [projected[rows].to(dtype) @ unit.T for rows in _row_blocks(n, projected.shape[1], _CAST)]
-    result = torch.cat(blocks).T.contiguous()
-    result /= norms.to(dtype).clamp_min(norm_epsilon)
+    with _full_precision(projected):
+        blocks = [projected[rows].to(dtype) @ rows_of_product.T for rows in _row_blocks(n, projected.shape[1], _CAST)]
+    result = torch.cat(blocks).T[:m].contiguous()
+    result /= _floored(norms.to(dtype), norm_epsilon)
     if m:
         _softmax_on_grid(result, tau, grid_bits(m))
     return _on_host(result)
@@ -99,7 +104,7 @@ def row_norms(features: torch.Tensor, name: str) -> torch.Tensor:
         norms[rows] = torch.linalg.vector_norm(features[rows].to(norms.dtype), dim=1)
     if not bool(torch.isfinite(norms).all()):
         row = int((~torch.isfinite(norms)).nonzero()[0])
-        if bool(torch.isfinite(features[row]).all()):
+        if bool(torch.isfinite(features[row].to(norms.dtype)).all()):
             raise ValueError(f"{name}[{row}] is finite but its norm overflows {norms.dtype}; scale the features down")
         raise ValueError(f"{name}[{row}] holds NaN or infinity; give finite features")
     return norms
@@ -132,20 +137,24 @@ def affinities(
     tuple
         A^qv, (m, n), and A^vv, (n, n).
     """
+    Parameters(tau_query=tau_query, tau_vision=tau_vision, norm_epsilon=norm_epsilon)
     x, z, q = check_features(vision, projected, query)
     a_vv = vision_affinity(x, tau_vision, norm_epsilon, row_norms(x, "vision"))
     return query_affinity(q, z, tau_query, norm_epsilon, row_norms(z, "projected")), a_vv
 
 
 def check_features(
-    vision: Array, projected: Array, query: Array | None
+    vision: Array, projected: Array, query: Array | None, where: str = ""
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The three feature matrices as tensors of agreeing shapes on one device; no query becomes a (0, d) one."""
-    x, z = as_matrix(vision, "vision"), as_matrix(projected, "projected")
+    """The three feature matrices as tensors of agreeing shapes on one device; no query becomes a (0, d) one.
+
+    ``where`` says in error messages which image or crop it is.
+    """
+    x, z = as_matrix(vision, f"{where}vision"), as_matrix(projected, f"{where}projected")
     if len(x) != len(z):
-        raise ValueError(f"vision has {len(x)} rows and projected {len(z)}; both must hold one row per visual token")
+        raise ValueError(f"{where}vision has {len(x)} rows and projected {len(z)}; give one row per visual token each")
     if len(x) == 0:
-        raise ValueError("vision has 0 rows; an image has at least one visual token")
+        raise ValueError(f"{where}vision has 0 rows; an image has at least one visual token")
     q = check_query(query, z)
     check_same_device(vision=x, projected=z, query=q)
     return x, z, q
@@ -193,12 +202,12 @@ def given_affinity(affinity: Array, name: str, depth: int | None = 1) -> Affinit
         counted = n if depth is None else min(depth, n)
         row_value = float(tensor.double().topk(counted, dim=1, sorted=False).values.sum(1).max())
         # One bit of float64 is spare, which absorbs what rounding adds to rows that sum to one.
-        largest = max(largest, row_value / 2)
+        largest = max(largest, row_value / 2 * (1 + 2.0**-20))
     if not math.isfinite(largest * rows):
         raise ValueError(f"{name} holds {largest}, whose sums overflow; scale the affinities down")
     bits = grid_bits(rows, largest)
-    if tensor.dtype == torch.float64 and torch.equal(tensor.float().double(), _rounded(tensor, bits)):
-        tensor = tensor.float()
+    if tensor.dtype == torch.float64 and all(_fits_float32(_rounded(tensor[b], bits)) for b in _row_blocks(rows, n)):
+        return _on_host(torch.cat([_rounded(tensor[b], bits).float() for b in _row_blocks(rows, n)]))
     result = tensor
     for block in _row_blocks(rows, n):
         rounded = _rounded(tensor[block], bits)
@@ -211,11 +220,20 @@ def given_affinity(affinity: Array, name: str, depth: int | None = 1) -> Affinit
 
 
 def _working_type(features: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(features.dtype, torch.float32)
+    return torch.float64 if features.dtype == torch.float64 else torch.float32
 
 
-def _working(features: torch.Tensor) -> torch.Tensor:
-    return features.to(_working_type(features))
+def _full_precision(features: torch.Tensor) -> torch.autocast:
+    """Keep a surrounding autocast from computing affinities in half precision."""
+    return torch.autocast(features.device.type, enabled=False)
+
+
+def _floored(norms: torch.Tensor, norm_epsilon: float) -> torch.Tensor:
+    return norms.clamp_min(max(norm_epsilon, torch.finfo(norms.dtype).tiny))
+
+
+def _fits_float32(affinity: torch.Tensor) -> bool:
+    return torch.equal(affinity.float().double(), affinity)
 
 
 def _row_blocks(rows: int, columns: int, elements: int = _BLOCK) -> list[slice]:
@@ -225,7 +243,9 @@ def _row_blocks(rows: int, columns: int, elements: int = _BLOCK) -> list[slice]:
 
 def _softmax_on_grid(logits: torch.Tensor, tau: float, bits: int) -> None:
     """Replace cosines by their row softmax, rounded to the grid."""
-    logits.copy_(torch.softmax(logits.div_(tau), dim=-1))
+    # The row maximum goes before the division, so that no temperature is too small.
+    logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(max(tau, torch.finfo(logits.dtype).tiny))
+    logits.copy_(torch.softmax(logits, dim=-1))
     logits.mul_(2.0**bits).round_().mul_(2.0**-bits)
 
 

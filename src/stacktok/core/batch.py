@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import BoundedSemaphore
 from typing import TYPE_CHECKING
 
-from stacktok.core.budget import Budget
+import torch
+
+from stacktok.core.budget import Budget, budget_share
 from stacktok.core.inputs import Array, Eligible
 from stacktok.core.parameters import Parameters, Settings
 from stacktok.core.record import Selection
@@ -53,15 +55,23 @@ def select_batch(
     for name, values in (("projected", projected), ("query", query), ("budget", budgets), ("eligible", masks)):
         if len(values) != count:
             raise ValueError(f"{name} has {len(values)} entries for {count} images; give one per image")
+    for one in budgets:
+        budget_share(one)
     walks: list[Future[Selection]] = []
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+    workers = torch.get_num_threads()
+    # Images built ahead of the walks wait, so that only a few hold their affinities at a time.
+    room = BoundedSemaphore(2 * workers)
+    with ThreadPoolExecutor(workers) as pool:
         for image, x in enumerate(vision):
-            prepared = PreparedImage(x, projected[image], masks[image], parameters)
-            walks.append(pool.submit(_walk, prepared.trajectory(query[image]), budgets[image]))
-            # Only a walk under way holds its image's affinities.
+            room.acquire()
+            prepared = PreparedImage(x, projected[image], masks[image], parameters, f"image {image}: ")
+            walks.append(pool.submit(_walk, prepared.trajectory(query[image]), budgets[image], room))
             del prepared
     return [walk.result() for walk in walks]
 
 
-def _walk(trajectory: Trajectory, budget: Budget) -> Selection:
-    return finish(trajectory, budget).detach()
+def _walk(trajectory: Trajectory, budget: Budget, room: BoundedSemaphore) -> Selection:
+    try:
+        return finish(trajectory, budget).detach()
+    finally:
+        room.release()

@@ -52,7 +52,7 @@ def budget_share(budget: object) -> int | Fraction:
         number = float(budget)
         if not number == number or number in (float("inf"), float("-inf")):
             raise ValueError(f"budget={budget!r} is not finite; {_REMEDY}")
-        share = Fraction(repr(number))
+        share = Fraction(str(budget))
     else:
         raise TypeError(f"budget={budget!r} has type {type(budget).__name__}; {_REMEDY}")
     if not 0 < share <= 1:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-# Rows of a large matrix that are turned into float64 at a time.
-_ROWS = 1 << 22
+# Entries of a large matrix that are turned into float64 at a time.
+_ENTRIES = 1 << 22
 
 
 def row_thresholds(affinity: torch.Tensor, kept: Sequence[int], depth: int | None = 1) -> torch.Tensor:
@@ -32,7 +32,7 @@ def row_thresholds(affinity: torch.Tensor, kept: Sequence[int], depth: int | Non
         (p,), float64.
     """
     if depth is None or len(kept) < depth:
-        return torch.zeros(len(affinity), dtype=torch.float64)
+        return torch.zeros(len(affinity), dtype=torch.float64, device=affinity.device)
     columns = affinity[:, list(kept)].double()
     return columns.topk(depth, dim=1).values[:, -1]
 
@@ -62,8 +62,8 @@ def gain_sums(affinity: torch.Tensor, thresholds: torch.Tensor) -> torch.Tensor:
         (n,), float64.
     """
     rows, n = affinity.shape
-    gains = torch.zeros(n, dtype=torch.float64)
-    step = max(1, _ROWS // n)
+    gains = torch.zeros(n, dtype=torch.float64, device=affinity.device)
+    step = max(1, _ENTRIES // n)
     for start in range(0, rows, step):
         block = affinity[start : start + step].double()
         gains += (block - thresholds[start : start + step, None]).clamp_(min=0).sum(0)

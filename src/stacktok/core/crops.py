@@ -8,7 +8,6 @@ asked for, which is the caching of nominations that the paper describes.
 from __future__ import annotations
 
 import heapq
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from stacktok.core.budget import Budget, resolve_budget
@@ -58,7 +58,13 @@ class PreparedCrops:
         if len(crops) == 0:
             raise ValueError("crops is empty; give at least one Crop")
         self.parameters = parameters
-        self.crops = tuple(PreparedImage(crop.vision, crop.projected, crop.eligible, parameters) for crop in crops)
+        for c, crop in enumerate(crops):
+            if not isinstance(crop, Crop):
+                raise TypeError(f"crops[{c}] has type {type(crop).__name__}; give a Crop(vision, projected, eligible)")
+        self.crops = tuple(
+            PreparedImage(crop.vision, crop.projected, crop.eligible, parameters, f"crop {c}: ")
+            for c, crop in enumerate(crops)
+        )
 
     def select(self, query: Array | None, budget: Budget, **settings: Unpack[Settings]) -> CropSelection:
         """Select tokens over all crops for a question; see `PreparedImage.select`."""
@@ -104,6 +110,11 @@ def select_crops_from_affinities(
     """
     if len(affinities) == 0:
         raise ValueError("affinities is empty; give at least one (query_affinity, vision_affinity, eligible)")
+    for c, entry in enumerate(affinities):
+        if len(entry) != 3:
+            raise ValueError(
+                f"affinities[{c}] has {len(entry)} entries; give (query_affinity, vision_affinity, eligible)"
+            )
     parameters = Parameters.of(settings)
     trajectories = [
         given_trajectory(a_qv, a_vv, eligible, parameters, crop=f"crop {c}: ")
@@ -124,7 +135,7 @@ def allocate(crops: Sequence[Trajectory], budget: Budget, parameters: Parameters
 
     # Every crop walks to an equal share at once, beside the others; the merge then asks for what it needs beyond.
     ahead = [min(horizon, total // len(crops)) for horizon in horizons]
-    with ThreadPoolExecutor(min(len(crops), os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(len(crops), torch.get_num_threads())) as pool:
         list(pool.map(Trajectory.advance, crops, ahead, horizons))
     gains: list[list[float]] = [[] for _ in crops]
 
@@ -148,7 +159,7 @@ def allocate(crops: Sequence[Trajectory], budget: Budget, parameters: Parameters
             heapq.heapreplace(nominees, (-nominee_gain(c, sizes[c]), c))
         else:
             heapq.heappop(nominees)
-    return _record(crops, winners, sizes, limits)
+    return _record(crops, winners, sizes, limits, parameters)
 
 
 def _record(
@@ -156,6 +167,7 @@ def _record(
     winners: NDArray[np.int64],
     sizes: list[int],
     limits: list[int],
+    parameters: Parameters,
 ) -> CropSelection:
     total, count = len(winners), len(crops)
     tokens = np.full((total, count), -1, dtype=np.int64)
@@ -167,6 +179,7 @@ def _record(
         if crop.length:
             tokens[active, c] = crop.order[before[active]]
             gains[active, c] = crop.nominee_gains()[before[active]]
+    quotas = "" if parameters.allocation == "shared" else f'allocation="{parameters.allocation}"'
     selections = tuple(crop.record(size) for crop, size in zip(crops, sizes, strict=True))
     return CropSelection(
         k=total,
@@ -174,7 +187,7 @@ def _record(
         order=tuple(zip(winners.tolist(), tokens[np.arange(total), winners].tolist(), strict=True)),
         nominees=tokens,
         nominee_gain=gains,
-        _not_anytime=selections[0]._not_anytime,
+        _not_anytime=selections[0]._not_anytime or quotas,
     )
 
 

@@ -58,10 +58,10 @@ def eligible_mask(eligible: Eligible, n: int) -> Mask:
         values = eligible
     elif isinstance(eligible, Iterable) and not isinstance(eligible, (str, bytes)):
         values = np.asarray(list(eligible))
-        if values.size == 0:
-            values = values.astype(np.int64)
     else:
         raise TypeError(f"eligible has type {type(eligible).__name__}; give indices or a boolean mask")
+    if values.size == 0:
+        values = values.reshape(-1).astype(np.int64)
     if values.ndim != 1:
         raise ValueError(f"eligible has shape {values.shape}; give one dimension")
     if values.dtype == np.bool_:

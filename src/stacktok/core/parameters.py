@@ -67,6 +67,7 @@ class Parameters:
         "size": the target follows the reference curve, as in the paper; "final": its last value holds at every step.
     criterion
         "gated": the paper's policy; "relevance", "coverage": one signal only; "scalarized": relevance + alpha coverage.
+        Only the paper's policy is refined by swaps, whose objective is R + C.
     fill
         What `criterion="relevance"` does once relevance has saturated: pick by "coverage" or by lowest "index".
     alpha
@@ -126,11 +127,6 @@ class Parameters:
         if unknown:
             raise TypeError(f"unknown parameter {unknown[0]!r}; the parameters are {', '.join(known)}")
         return cls(**settings)
-
-    @property
-    def anytime(self) -> bool:
-        """Whether a run for a large budget begins with the run for every smaller one."""
-        return self.target == "size" and self.allocation == "shared"
 
 
 def _number(owner: Parameters, name: str) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,16 +36,18 @@ class PreparedImage:
     Made by `prepare`. Threads may share it.
     """
 
-    def __init__(self, vision: Array, projected: Array, eligible: Eligible, parameters: Parameters) -> None:
-        x, z, _ = check_features(vision, projected, None)
+    def __init__(
+        self, vision: Array, projected: Array, eligible: Eligible, parameters: Parameters, where: str = ""
+    ) -> None:
+        x, z, _ = check_features(vision, projected, None, where)
         self.parameters = parameters
         self.support = Support(
-            vision_affinity(x, parameters.tau_vision, parameters.norm_epsilon, row_norms(x, "vision")),
+            vision_affinity(x, parameters.tau_vision, parameters.norm_epsilon, row_norms(x, f"{where}vision")),
             eligible_mask(eligible, len(x)),
             get_backend(parameters.backend),
         )
         self._projected = z
-        self._norms = row_norms(z, "projected")
+        self._norms = row_norms(z, f"{where}projected")
 
     @property
     def n(self) -> int:
@@ -209,8 +211,7 @@ def question_parameters(parameters: Parameters, changes: dict[str, Any]) -> Para
     for name in _OF_THE_IMAGE:
         if name in changes:
             raise ValueError(f"{name}={changes[name]!r} belongs to the prepared image; pass it to prepare")
-    Parameters.of(changes)
-    return replace(parameters, **changes)
+    return Parameters.of(asdict(parameters) | changes)
 
 
 __all__ = ["PreparedImage", "prepare", "select", "select_from_affinities"]

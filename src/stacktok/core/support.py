@@ -39,11 +39,9 @@ def row_entropies(query_affinity: Affinity, floor: float) -> NDArray[np.float64]
     return entropies
 
 
-def target_sums(reference_sums: NDArray[np.float64], beta: float, parameters: Parameters) -> NDArray[np.float64]:
+def target_sums(reference_sums: NDArray[np.float64], beta: float) -> NDArray[np.float64]:
     """N theta_t, Eq. (support-target), for t = 0..k from the reference's n C^ref_t.
 
     Computed here once for all backends: the gate compares these very numbers with n C(S_t).
     """
-    if parameters.target == "final":
-        return np.full_like(reference_sums, beta * reference_sums[-1])
     return beta * reference_sums

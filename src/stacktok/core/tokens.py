@@ -144,6 +144,23 @@ class EncodedImage:
         order = np.argsort(self.places_of(found), kind="stable")
         return Reduction(anchors=found[order], record=record)
 
+    def gather(self, rows: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+        """The rows that are left of the unpruned image's, (k, d), in order.
+
+        Parameters
+        ----------
+        rows
+            What the image would fill in the language model's input, (length, d).
+        reduction
+            What is left.
+        """
+        if len(rows) != self.length:
+            raise ValueError(f"rows has {len(rows)} rows for an image that fills {self.length}; give the unpruned ones")
+        left = rows[torch.from_numpy(self.places_of(reduction.anchors)).to(rows.device)]
+        for output, embedding in reduction.embeddings.items():
+            left[output] = embedding.to(left)
+        return left
+
     def places_of(self, anchors: Ints) -> Ints:
         """Place of every (crop, token) pair, (k,); a token without a place is an error.
 

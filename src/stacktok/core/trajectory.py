@@ -76,24 +76,22 @@ class Trajectory:
             parameters.relevance_depth,
             parameters.alpha,
         )
-        self._horizon: int | None = None
+        self._horizon = 0
 
     def advance(self, k: int, horizon: int | None = None) -> None:
         """Walk to at least k tokens; ``horizon`` is the size whose target `target="final"` holds throughout."""
-        if k <= self._walk.length:
-            return
         self._horizon = k if horizon is None else horizon
-        self._walk.extend(k, self.targets(k))
+        if k > self._walk.length:
+            self._walk.extend(k, self.targets(k))
 
     def targets(self, k: int) -> Floats:
         """N theta_t for t = 0..k, Eq. (support-target)."""
-        if self.parameters.target == "final":
-            final = target_sums(self.support.reference(self._horizon or k), self.strictness, self.parameters)[-1]
-            return np.full(k + 1, final)
         if self.parameters.criterion == "relevance":
             # Nothing is asked of coverage: it only takes over where relevance has saturated.
             return np.zeros(k + 1)
-        return target_sums(self.support.reference(k), self.strictness, self.parameters)
+        if self.parameters.target == "final":
+            return np.full(k + 1, target_sums(self.support.reference(self._horizon), self.strictness)[-1])
+        return target_sums(self.support.reference(k), self.strictness)
 
     @property
     def length(self) -> int:
@@ -113,7 +111,7 @@ class Trajectory:
         gains: Floats = relevance / max(1, self.m) + coverage / self.n
         return gains
 
-    def record(self, k: int, *, refine: bool = True) -> Selection:
+    def record(self, k: int) -> Selection:
         """The record at k tokens, with swaps if the parameters ask for them."""
         walk, rows = self._walk, max(1, self.m)
         relevance = walk.relevance_sums[: k + 1] / rows
@@ -134,15 +132,15 @@ class Trajectory:
             swaps=(),
             final_relevance=float(relevance[k]),
             final_coverage=float(coverage[k]),
-            _not_anytime="" if self.parameters.anytime else _why_not_anytime(self.parameters),
+            _not_anytime='target="final"' if self.parameters.target == "final" else "",
             _refine=self.refine,
         )
-        return self.refine(selection) if refine else selection
+        return self.refine(selection)
 
     def refine(self, selection: Selection) -> Selection:
         """Support-preserving swap refinement, Eq. (swap), where the set is small enough to be refined."""
         parameters, support, k = self.parameters, self.support, selection.k
-        if not 0 < k < support.capacity or k > parameters.swap_limit:
+        if not 0 < k < support.capacity or k > parameters.swap_limit or parameters.criterion != "gated":
             return selection
         indices, swaps = support.backend.refine(
             support.vision_affinity,
@@ -175,7 +173,3 @@ def _rule(m: int, parameters: Parameters) -> Rule:
     if m == 0 or parameters.criterion == "coverage":
         return Rule.COVERAGE
     return Rule.GATED
-
-
-def _why_not_anytime(parameters: Parameters) -> str:
-    return 'target="final"' if parameters.target == "final" else f'allocation="{parameters.allocation}"'

@@ -20,7 +20,7 @@ Ints = NDArray[np.int64]
 
 
 class Rule(IntEnum):
-    """What scores the candidates of a step."""
+    """What scores the candidates of a step. The numbers are part of compiled code on disk: never renumber."""
 
     GATED = 0
     RELEVANCE = 1

@@ -9,7 +9,6 @@ Updates of millions of entries, which only images of thousands of tokens have, a
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from typing import Any
 
 import numba
 import numpy as np
+import torch
 
 from stacktok.core.affinity import Affinity
 from stacktok.core.inputs import Mask
@@ -29,12 +29,26 @@ _UNLIMITED = 0
 # Entries whose update takes much longer than to hand it to other threads.
 _WORTH_SPLITTING = 1 << 22
 
-_compiled = numba.njit(nogil=True, cache=True)
+_log = logging.getLogger("stacktok")
 _said_why = threading.Event()
+_said_uncached = threading.Event()
+
+
+def _compiled(function: Callable[..., Any]) -> Any:
+    """Compile, with the result kept on disk where there is a place for it."""
+    try:
+        return numba.njit(nogil=True, cache=True)(function)
+    except RuntimeError:
+        if not _said_uncached.is_set():
+            _said_uncached.set()
+            _log.warning("no folder can be written to keep compiled code in; every process compiles the selector anew")
+        return numba.njit(nogil=True)(function)
 
 
 class _Kernel:
     """A compiled function whose first call, if it takes noticeably long, says why; one such word per process."""
+
+    patience = 0.5
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = _compiled(function)
@@ -43,7 +57,7 @@ class _Kernel:
     def __call__(self, *arguments: Any) -> Any:
         if self._warm:
             return self._function(*arguments)
-        notice = threading.Timer(0.5, self._say_why)
+        notice = threading.Timer(self.patience, self._say_why)
         notice.daemon = True
         notice.start()
         try:
@@ -52,13 +66,11 @@ class _Kernel:
             notice.cancel()
             self._warm = True
 
-    @staticmethod
-    def _say_why() -> None:
-        if not _said_why.is_set():
+    def _say_why(self) -> None:
+        # What was found on disk is not compiled, however slowly a busy machine loads it.
+        if not _said_why.is_set() and sum(self._function.stats.cache_misses.values()):
             _said_why.set()
-            logging.getLogger("stacktok").warning(
-                "compiling the selector for this machine; this happens once, later runs load it from disk"
-            )
+            _log.warning("compiling the selector for this machine; this happens once, later runs load it from disk")
 
 
 @_Kernel
@@ -296,7 +308,7 @@ def _column_sums(affinity: Affinity) -> Floats:
 
 def _over_columns(function: Callable[..., Any], affinity: Affinity, *arguments: Any) -> None:
     """Run a function on ranges of the columns beside each other, one range per core."""
-    workers = os.cpu_count() or 1
+    workers = torch.get_num_threads()
     ends = np.linspace(0, affinity.shape[1], workers + 1).astype(int).tolist()
     with ThreadPoolExecutor(workers) as pool:
         parts = [pool.submit(function, affinity, *arguments, *ends[w : w + 2]) for w in range(workers)]

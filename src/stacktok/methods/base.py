@@ -39,7 +39,7 @@ class Method(ABC):
     """
 
     stage: ClassVar[str]
-    facts: ClassVar[Facts]
+    facts: ClassVar[Facts] = Facts(name="unnamed", paper="", query_aware=False)
 
     budget: Budget | None = None
     positions: Positions | None = None

@@ -115,13 +115,15 @@ def decoded_markers(markers: Iterable[Markers], tokenizer: Any) -> tuple[Markers
     A tokenizer that lowers the case or splits off punctuation does not give back the text that the template wrote.
     Markers that it does not know at all are left as they are.
     """
+    written = tuple(markers)
+    if tokenizer is None:
+        return written
     unknown = getattr(tokenizer, "unk_token_id", None)
 
     def decoded(text: str) -> str:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         return text if unknown in ids else str(tokenizer.decode(ids, skip_special_tokens=False)).strip()
 
-    written = tuple(markers)
     found = (Markers(decoded(marker.begin), decoded(marker.end)) for marker in written)
     return tuple(dict.fromkeys(pair for both in zip(found, written, strict=True) for pair in both if all(pair)))
 

@@ -241,7 +241,7 @@ class InsideSession(Session):
         feeds, placeholders = {}, {}
         for modality, output in call.outputs.items():
             feeds[modality] = _Feed(modality, self._encoded(modality, output), output.pooler_output)
-            placeholders[modality] = self._placeholders(call, modality, embeds)
+            placeholders[modality] = self._placeholders(call, modality)
         visuals = []
         for row in range(batch):
             held = np.logical_or.reduce([found[row] for found in placeholders.values()])

@@ -45,7 +45,7 @@ class QuestionReader:
     def __init__(self, model: Any, processor: Any, adapter: ModelAdapter) -> None:
         self.model, self.adapter = model, adapter
         self.tokenizer: Any = getattr(processor, "tokenizer", None)
-        self.markers = decoded_markers(processor_markers(processor), self.tokenizer)
+        self.markers = () if self.tokenizer is None else decoded_markers(processor_markers(processor), self.tokenizer)
         self._warned = False
 
     def prompt_words(self, ids: Sequence[int]) -> list[str]:

@@ -300,12 +300,7 @@ class Session:
 
         original = kwargs.get("position_ids")
         if original is None:
-            base = (
-                call.past
-                if call.state is None
-                else call.state.next_original.to(embeds.device)[:, None] + (call.past - call.state.length)
-            )
-            original = count_positions(torch.from_numpy(valid.copy()).to(embeds.device)) + base
+            original = count_positions(torch.from_numpy(valid.copy()).to(embeds.device)) + call.past
         original = original.expand(*original.shape[:-2], batch, length)
         compact = count_positions(kept) + self._next_used(call, batch).to(embeds.device)[:, None]
         positions = gather_columns(original, layout) if self.keep_positions else compact
@@ -321,7 +316,7 @@ class Session:
             padded=not bool(whole.all()),
             next_original=(_last(original) if valid[:, -1].all() else _largest(original)) + 1,
             next_used=_largest(positions) + 1,
-            from_prompt=self.run.query is PROMPT,
+            from_prompt=any(query is PROMPT for query in self._queries(None)),
             text_from=call.past + _text_from(layout, spans),
         )
         return {
@@ -369,7 +364,7 @@ class Session:
         placeholders: dict[str, Mask] = {}
         for modality, output in call.outputs.items():
             feeds[modality] = _Feed(modality, self._encoded(modality, output), output.pooler_output)
-            placeholders[modality] = self._placeholders(call, modality, embeds)
+            placeholders[modality] = self._placeholders(call, modality)
         times = next(iter(feeds.values())).times
         queries = self._queries(len(valid) // times)
         depth = len(self.adapter.layers(self.model))
@@ -412,15 +407,16 @@ class Session:
         self.run.last = tuple(results.values())
         return spans
 
-    def _queries(self, prompts: int) -> list[Any]:
+    def _queries(self, prompts: int | None) -> list[Any]:
+        """The query of every prompt; of an unknown number of prompts those that occur."""
         query = self.run.query
         if not isinstance(query, (list, tuple)):
-            return [query] * prompts
-        if len(query) != prompts:
+            return [query] * (prompts or 1)
+        if prompts is not None and len(query) != prompts:
             raise ValueError(f"pruned.query has {len(query)} entries for {prompts} prompts; give one per prompt")
         return list(query)
 
-    def _placeholders(self, call: Call, modality: str, embeds: torch.Tensor) -> Mask:
+    def _placeholders(self, call: Call, modality: str) -> Mask:
         """Which columns hold a modality's features, (B, S)."""
         token = getattr(self.model.config, self.adapter.modalities[modality])
         if call.input_ids is None:
