@@ -69,6 +69,19 @@ def test_every_cell_has_a_file_with_its_settings_and_a_log_of_every_item(finishe
                 assert item["bound"] is None
 
 
+@pytest.mark.parametrize("method", ["fastv", "sparsevlm", "visionzip", "mmtok"])
+def test_every_kind_of_method_is_counted_alike(checkpoint, method, tmp_path):
+    # Two of the tiny model's three layers see all tokens before FastV prunes.
+    budget = 12 if method in ("visionzip", "mmtok") else 30
+    plan = studies.plan(checkpoint, methods=[{"name": "M", "method": method}], budgets=[budget], full=False, limit=2)
+    for result in run_plan(plan, tmp_path).read():
+        for item in result["items"]:
+            assert item["tokens_full"] == 36
+            if method in ("visionzip", "mmtok"):
+                assert item["tokens"] == item["tokens_per_layer"] == 12
+            assert item["tokens_per_layer"] < 36
+
+
 def test_a_second_start_runs_nothing(checkpoint, finished, bookkeeping):
     before = {path: path.stat().st_mtime_ns for path in finished.cells.iterdir()}
     run_plan(studies.plan(checkpoint), finished.folder.parent)

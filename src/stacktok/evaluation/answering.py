@@ -47,6 +47,9 @@ class PruningLog:
     ----------
     tokens_full, tokens
         Visual tokens without pruning (separators of the layout included), and as realised.
+    tokens_per_layer
+        Mean over the language model's layers of the tokens that entered, the one count that is fair to methods that
+        prune inside it.
     strictness
         beta, the mean over crops; None for a method without one.
     bound
@@ -57,6 +60,7 @@ class PruningLog:
 
     tokens_full: int
     tokens: int
+    tokens_per_layer: float
     strictness: float | None = None
     bound: float | None = None
     selection_seconds: float = 0.0
@@ -154,7 +158,7 @@ class Answerer:
         for row, count in enumerate(full):
             own = [result for result in results if result.row == row]
             if not own:
-                logs.append(PruningLog(count, count))
+                logs.append(PruningLog(count, count, float(count)))
                 continue
             records = [record for result in own for record in _selections(result.selection)]
             steps = sum(record.k for record in records)
@@ -162,6 +166,7 @@ class Answerer:
                 PruningLog(
                     count,
                     sum(result.reduction.tokens for result in own),
+                    sum(result.average for result in own),
                     sum(record.strictness for record in records) / len(records) if records else None,
                     sum(int(record.bound.sum()) for record in records) / steps if steps else None,
                     sum(result.seconds for result in own),
