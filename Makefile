@@ -7,7 +7,8 @@ EVAL_VENV ?= .venv-eval
 EVAL_BIN := $(EVAL_VENV)/bin
 EVAL_STAMP := $(EVAL_VENV)/.ready
 
-.PHONY: setup setup-eval test-eval figures demo test lint format bench-select bench-models train-embedded clean
+.PHONY: setup setup-eval test-eval figures demo test lint format bench-select bench-models train-embedded \
+	train-embedded-next clean
 
 setup: $(STAMP)
 
@@ -58,8 +59,13 @@ bench-models: setup
 # About an hour and a half on two cores; started again after a kill, it goes on where it was.
 train-embedded: setup
 	$(BIN)/python -m training.train --config training/configs/llava.yaml --out runs/llava
-	$(BIN)/python -m training.evaluate --model runs/llava/export --out runs/llava/export/evaluation.json
+	$(BIN)/python -m training.evaluate --packed --model runs/llava/export --out runs/llava/export/evaluation.json
 	$(BIN)/python -m training.card --run runs/llava --config training/configs/llava.yaml
+
+train-embedded-next: setup
+	$(BIN)/python -m training.train --config training/configs/llava_next.yaml --out runs/llava_next
+	$(BIN)/python -m training.evaluate --packed --style detail --model runs/llava_next/export --out runs/llava_next/export/evaluation.json
+	$(BIN)/python -m training.card --run runs/llava_next --config training/configs/llava_next.yaml
 
 clean:
 	rm -rf $(VENV) $(EVAL_VENV) build dist out

@@ -14,7 +14,7 @@ from stacktok.scenes import make_scene, questions, render, seed_for
 pytest.importorskip("transformers")
 
 from training.card import SHIPPED
-from training.evaluate import STYLES, Answerer, ask, summary
+from training.evaluate import STYLES, Answerer, ask, ask_packed, summary
 
 
 @pytest.fixture(scope="module", params=embedded.NAMES)
@@ -53,7 +53,7 @@ def test_the_card_is_reproduced_on_its_subset(name: str, answerer: Answerer, con
     evaluation = json.loads((embedded.path(name) / "evaluation.json").read_text())
     subset = evaluation["subset"]
     scenes = [make_scene(seed_for("test", index), STYLES[evaluation["style"]]) for index in range(subset["scenes"])]
-    measured = summary(ask(answerer, scenes, control), resamples=1)["all"]
+    measured = summary(ask_packed(answerer, scenes, control), resamples=1)["all"]
     low, high = subset[control]["interval"]
     assert measured["questions"] == subset[control]["questions"]
     assert low <= measured["accuracy"] <= high
@@ -67,10 +67,10 @@ def test_heads_are_wide_enough_for_serving(answerer: Answerer) -> None:
     assert config.vision_config.hidden_size // config.vision_config.num_attention_heads >= 32
 
 
-def test_answers_do_not_depend_on_the_batch(name: str, answerer: Answerer) -> None:
+def test_generation_answers_as_the_packed_pass_and_alone_as_in_a_batch(name: str, answerer: Answerer) -> None:
     evaluation = json.loads((embedded.path(name) / "evaluation.json").read_text())
     scene = make_scene(seed_for("dev", 0), STYLES[evaluation["style"]])
-    texts = [question.text for question in questions(scene)]
-    together = answerer.answers([render(scene)] * len(texts), texts)
-    alone = [answerer.answers([render(scene)], [text])[0] for text in texts]
-    assert together == alone
+    generated = ask(answerer, [scene])
+    assert generated == ask_packed(answerer, [scene])
+    asked = questions(scene)[0]
+    assert (answerer.answers([render(scene)], [asked.text]) == [asked.answer]) == generated[0].right

@@ -85,9 +85,10 @@ def _accuracy(evaluation: dict[str, Any]) -> str:
     full = evaluation["picture"]
     lines = [
         f"Exact match of greedy answers, {full['all']['questions']} questions about {evaluation['scenes']} scenes of",
-        f"the {evaluation['split']} split (style `{evaluation['style']}`, seeds from {evaluation['first_seed']}), each",
-        'asked alone; 95 % bootstrap intervals over scenes. "Best constant" is the share that the most frequent answer',
-        "to each wording gets. Controls: the same questions about a grey picture, and about another scene's picture.",
+        f"the {evaluation['split']} split (style `{evaluation['style']}`, seeds from {evaluation['first_seed']}),",
+        'no question seeing another; 95 % bootstrap intervals over scenes. "Best constant" is the share that the most',
+        "frequent answer to each wording gets. Controls: the same questions about a grey picture, and about another",
+        "scene's picture.",
         "",
         "| family | kind | questions | accuracy % | 95 % interval | best constant % | blank % | another scene % |",
         "|---|---|---|---|---|---|---|---|",
@@ -99,7 +100,9 @@ def _accuracy(evaluation: dict[str, Any]) -> str:
         blind = (evaluation["chance"][name], *(evaluation[c][name]["accuracy"] for c in ("blank", "shuffled")))
         cells = [name, kind, one["questions"], f"{100 * one['accuracy']:.1f}", f"{100 * low:.1f} to {100 * high:.1f}"]
         lines.append(f"| {' | '.join(map(str, cells))} | {' | '.join(f'{100 * share:.1f}' for share in blind)} |")
-    return "\n".join([*lines, "", "Made from `evaluation.json` beside this file (`python -m training.evaluate`)."])
+    return "\n".join(
+        [*lines, "", "Made from `evaluation.json` beside this file (`python -m training.evaluate --packed`)."]
+    )
 
 
 def _data(evaluation: dict[str, Any]) -> str:
@@ -137,7 +140,7 @@ def _training(config: TrainConfig, minutes: float) -> str:
         "language loss is cross-entropy on answers. The grounding loss makes half of the first layer's heads look\n"
         "from a question's word at the patches that show it.\n\n"
         "No pruned picture is ever seen in training. Stages that see windows smaller than the picture have shorter\n"
-        f"visual sequences; the later ones have full ones only.\n\n{config.notes}![Learning curves](curves.png)"
+        f"visual sequences; the later ones have full ones only.\n\n{config.notes}\n![Learning curves](curves.png)"
     )
 
 

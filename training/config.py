@@ -63,8 +63,10 @@ class Stage(_Strict):
         Optimiser steps and scenes per step.
     scenes
         Styles; each batch takes the next one in turn.
-    align, language, grounding
+    align, language, grounding, tally
         Weights of the losses; 0 leaves a loss out.
+    counting
+        Weight of the counting family within the language loss.
     train_vision
         Whether the vision tower and the projector learn.
     word_scale
@@ -84,6 +86,8 @@ class Stage(_Strict):
     align: float = 1.0
     language: float = 1.0
     grounding: float = 0.0
+    tally: float = 0.0
+    counting: float = 1.0
     train_vision: bool = True
     word_scale: float = 1.0
     per_family: int = 2

@@ -1,7 +1,9 @@
 """Measure an exported model: ``python -m training.evaluate --model FOLDER --out evaluation.json``.
 
-Every question is asked alone, as a user would: chat template, processor, greedy generation, exact match. Two controls
-ask the same questions about a blank picture and about another scene's picture.
+Exact match of greedy answers. With ``--packed`` all questions of a scene go through the model in one pass, in which
+they do not see each other: an answer counts if every token of it and its end are the most likely ones, which is when
+greedy generation gives it. Without, every question is asked alone, as a user would: chat template, processor, generate.
+Two controls ask the same questions about a blank picture and about another scene's picture.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from stacktok.scenes import DETAIL, FAMILIES, STANDARD, Question, Scene, Split, make_scene, questions, render, seed_for
 from stacktok.scenes.vocabulary import BACKGROUNDS, CATEGORY, COLOURS
+from training.data import TextPacker, View, make_batch
+from training.losses import Heads, Objective
 
 STYLES = {"standard": STANDARD, "detail": DETAIL}
 CONTROLS = ("picture", "blank", "shuffled")
@@ -111,6 +115,41 @@ def ask(
     return result
 
 
+@torch.inference_mode()
+def ask_packed(
+    answerer: Answerer,
+    scenes: Sequence[Scene],
+    control: str = "picture",
+    batch: int = 8,
+    say: Callable[[str], None] = lambda line: None,
+) -> list[Asked]:
+    """Ask the same as `ask`, all questions of a scene in one pass; `batch` counts scenes."""
+    if control not in CONTROLS:
+        raise ValueError(f"control is {control!r}; it must be one of {', '.join(CONTROLS)}")
+    vision, text = answerer.model.config.vision_config, answerer.model.config.text_config
+    tile = vision.image_size if answerer.model.config.model_type == "llava_next" else None
+    view = View(scenes[0].size, vision.patch_size, tile)
+    objective = Objective(answerer.model, Heads(vision.hidden_size, text.hidden_size))
+    packer = TextPacker()
+    result: list[Asked] = []
+    for first in range(0, len(scenes), batch):
+        numbers = range(first, min(first + batch, len(scenes)))
+        packed = make_batch([scenes[k] for k in numbers], view, questions, 1, packer)
+        pixels = packed.pixels
+        if control == "blank":
+            pixels = torch.full_like(pixels, 128)
+        elif control == "shuffled":
+            others = [scenes[(k + 1) % len(scenes)] for k in numbers]
+            pixels = make_batch(others, view, questions, 1, packer).pixels
+        tokens, _ = objective.encode(pixels, packed.corner)
+        _, right = objective.language(packed, objective.prompt(packed, tokens))
+        for row, index in enumerate(numbers):
+            for number, question in enumerate(questions(scenes[index])):
+                result.append(Asked(index, question, bool(right[row][packed.block[row] == number].all())))
+        say(f"{control} {len(result)} questions  {100 * sum(a.right for a in result) / len(result):.1f} %")
+    return result
+
+
 def summary(asked: Sequence[Asked], resamples: int = 2000) -> dict[str, Any]:
     """Accuracy overall and per family, with 95 % bootstrap intervals over scenes."""
     groups = {"all": list(asked)}
@@ -164,15 +203,16 @@ def _relative(question: Question) -> str:
 
 
 def evaluate(
-    folder: Path, split: Split, style: str, count: int, batch: int, say: Callable[[str], None]
+    folder: Path, split: Split, style: str, count: int, packed: bool, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Everything that the model card reports about accuracy."""
     scenes = [make_scene(seed_for(split, index), STYLES[style]) for index in range(count)]
     answerer = Answerer(folder)
     result: dict[str, Any] = {"split": split, "style": style, "scenes": count, "first_seed": scenes[0].seed}
+    result["packed"] = packed
     for control in CONTROLS:
         start = time.monotonic()
-        asked = ask(answerer, scenes, control, batch, say)
+        asked = (ask_packed if packed else ask)(answerer, scenes, control, say=say)
         result[control] = summary(asked)
         result[f"{control}_minutes"] = round((time.monotonic() - start) / 60, 2)
         early = [one for one in asked if one.scene < SUBSET_SCENES]
@@ -190,7 +230,7 @@ def main() -> None:
     parser.add_argument("--split", choices=("dev", "test"), default="test")
     parser.add_argument("--style", choices=tuple(STYLES), default="standard")
     parser.add_argument("--scenes", type=int, default=320)
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--packed", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -199,7 +239,7 @@ def main() -> None:
         arguments.split,
         arguments.style,
         arguments.scenes,
-        arguments.batch,
+        arguments.packed,
         lambda line: print(line, flush=True),
     )
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -33,6 +33,7 @@ def export(model: Llava, sizes: ModelSizes, target: Path) -> None:
     path = target / "model.safetensors"
     weights = {published_name(name): weight for name, weight in load_file(path).items()}
     save_file(weights, path, metadata={"format": "pt"})
+    path.chmod(0o644)
 
 
 def published_name(name: str) -> str:

@@ -10,7 +10,8 @@ from torch.nn import functional
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from stacktok.scenes.vocabulary import BACKGROUNDS
+from stacktok.scenes.questions import FAMILIES
+from stacktok.scenes.vocabulary import BACKGROUNDS, CATEGORY
 from training.data import Batch
 from training.labels import BACKGROUND_WEIGHT, NOUNS, SLOTS
 from training.model import Llava
@@ -69,6 +70,8 @@ class Objective:
         self.word_in_slot = torch.full((len(SLOTS), len(tokenizer)), -1)
         for index, ids in enumerate(self.slot_ids):
             self.word_in_slot[index, ids] = torch.arange(len(ids))
+        self.half = model.config.text_config.num_attention_heads // 2
+        self.counting = list(FAMILIES).index("counting")
         self.prefix = tokenizer("USER: ").input_ids
         self.first_background = len(NOUNS) - len(BACKGROUNDS)
         self.horizontal = list(SLOTS).index("horizontal")
@@ -184,36 +187,59 @@ class Objective:
         tuple
             Mean negative log of the attention on those patches, and its mean share.
         """
-        layer = self.model.model.language_model.layers[0]
-        attention = layer.self_attn
-        # (b, length, slots); an end of a row shows nothing.
-        words = self.sequence(batch.words.mT, torch.full((len(SLOTS),), -1))
-        start = prompt.before - words.shape[1]
-        normed = layer.input_layernorm(prompt.hidden)
-        heads = attention.config.num_attention_heads // 2
-        width = heads * attention.head_dim
-
-        def half(linear: nn.Linear) -> Tensor:
-            return functional.linear(normed, linear.weight[:width]).unflatten(-1, (heads, -1)).transpose(1, 2)
-
-        query, key = apply_rotary_pos_emb(half(attention.q_proj), half(attention.k_proj), *prompt.rotation)
-        scores = query[:, :, prompt.before :] @ key.mT * attention.scaling
-        scores = scores.masked_fill(~prompt.mask[:, :, prompt.before :], -torch.inf).log_softmax(-1)
+        scores, words = self._first_looks(batch, prompt, slice(0, self.half))
         shown = torch.zeros(*batch.ids.shape, words.shape[1], dtype=torch.bool)
         for index, table in enumerate(self.word_in_slot):
             asked = table[batch.ids]
             shown |= (asked[:, :, None] == words[:, None, :, index]) & (asked >= 0)[:, :, None]
         useful = shown.any(-1)
-        seen = scores[..., start : prompt.before].transpose(1, 2)[useful]
+        seen = scores[..., -words.shape[1] :].transpose(1, 2)[useful]
         mass = seen.masked_fill(~shown[useful][:, None], -torch.inf).logsumexp(-1)
         return -mass.mean(), mass.exp().mean().item()
 
-    def language(self, batch: Batch, prompt: Prompt) -> tuple[Tensor, Tensor]:
-        """Loss on the answers, and which text tokens (b, t) are predicted right (True outside answers)."""
+    def tally(self, batch: Batch, prompt: Prompt) -> Tensor:
+        """Make one more head of the first layer share its attention evenly: a kind's centres and the start token.
+
+        The start token's share, one part of n + 1, then tells the number n of objects. Mean cross-entropy.
+        """
+        scores, words = self._first_looks(batch, prompt, slice(self.half, self.half + 1))
+        centre = self.sequence(batch.centre[..., None], torch.zeros(1))[..., 0] > 0
+        asked = self.word_in_slot[0][batch.ids]
+        kinds = (asked >= 0) & (asked < len(CATEGORY))
+        counted = (asked[:, :, None] == words[:, None, :, 0]) & centre[:, None]
+        target = counted[kinds].float()
+        seen = scores[:, 0][kinds]
+        total = (seen[:, -words.shape[1] :] * target).sum(-1) + seen[:, 0]
+        return -(total / (target.sum(-1) + 1)).mean()
+
+    def _first_looks(self, batch: Batch, prompt: Prompt, heads: slice) -> tuple[Tensor, Tensor]:
+        """Log attention (b, heads, t, start and picture) of the first layer's text, words of the picture's tokens."""
+        layer = self.model.model.language_model.layers[0]
+        attention = layer.self_attn
+        normed = layer.input_layernorm(prompt.hidden)
+        rows = slice(heads.start * attention.head_dim, heads.stop * attention.head_dim)
+
+        def some(linear: nn.Linear) -> Tensor:
+            chosen = functional.linear(normed, linear.weight[rows])
+            return chosen.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+
+        query, key = apply_rotary_pos_emb(some(attention.q_proj), some(attention.k_proj), *prompt.rotation)
+        scores = query[:, :, prompt.before :] @ key.mT * attention.scaling
+        scores = scores.masked_fill(~prompt.mask[:, :, prompt.before :], -torch.inf).log_softmax(-1)
+        # (b, length, slots); an end of a row shows nothing.
+        words = self.sequence(batch.words.mT, torch.full((len(SLOTS),), -1))
+        return scores[..., : prompt.before], words
+
+    def language(self, batch: Batch, prompt: Prompt, counting: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Loss on the answers, and which text tokens (b, t) are predicted right (True outside answers).
+
+        `counting` weighs the answers of the counting family.
+        """
         logits = self.answer_logits(prompt)
         chosen = batch.target >= 0
-        loss = functional.cross_entropy(logits[chosen], batch.target[chosen])
-        return loss, ~chosen | (logits.argmax(-1) == batch.target)
+        each = functional.cross_entropy(logits[chosen], batch.target[chosen], reduction="none")
+        weight = torch.where(batch.family[chosen] == self.counting, counting, 1.0)
+        return (each * weight).sum() / weight.sum(), ~chosen | (logits.argmax(-1) == batch.target)
 
 
 def block_mask(block: Tensor, before: int) -> Tensor:

@@ -203,7 +203,11 @@ class Run:
             if stage.grounding:
                 grounding, report["grounding"] = self.objective.grounding(batch, prompt)
                 total = total + stage.grounding * grounding
-            language, right = self.objective.language(batch, prompt)
+            if stage.tally:
+                tally = self.objective.tally(batch, prompt)
+                report["tally"] = tally.item()
+                total = total + stage.tally * tally
+            language, right = self.objective.language(batch, prompt, stage.counting)
             report["language"] = language.item()
             total = total + stage.language * language
             chosen = batch.target >= 0

@@ -37,7 +37,11 @@ def test_a_report_counts_tokens_cache_bytes_and_repeats(shape: Any) -> None:
         assert min(measurement.vision, measurement.prefill, measurement.decode, measurement.stock_prefill) > 0
         assert (measurement.selection > 0) == (measurement.budget is not None)
     # Interleaved: every repeat visits every budget.
-    assert [line.split(": ")[1] for line in told[:6]] == ["full tokens", "budget 192", "budget 0.1"] * 2
+    assert [line.split(": ")[1] for line in told[:6]] == [
+        "full tokens",
+        "StackTok, budget 192",
+        "StackTok, budget 0.1",
+    ] * 2
     rows = report.rows()
     assert rows[0]["prefill speed-up"] == rows[0]["ideal"] == 1.0
     assert rows[2]["ideal"] > rows[1]["ideal"] > 1

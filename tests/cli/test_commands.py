@@ -185,3 +185,71 @@ def test_commands_import_no_model_library_before_they_run() -> None:
     code = "import sys, stacktok.cli.app; print('transformers' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("method", ["divprune", "visionzip", "fastv"])
+def test_ask_prunes_by_any_method(method: str, checkpoint: Path, image: Path, monkeypatch: Any, capsys: Any) -> None:
+    common = ("--model", checkpoint, "--image", image, "--question", "Is there a dog?", "--max-new-tokens", 3)
+    code, out, _ = shell(monkeypatch, capsys, "ask", *common, "--budget", "75%", "--method", method, "--json")
+    result = json.loads(out)
+    assert code == 0
+    assert result["method"].lower() == method
+    # FastV keeps all tokens in two of three layers; its budget is the average over them.
+    expected = {"fastv": ([36, 36, 9], 27)}.get(method, ([27, 27, 27], 27))
+    assert (result["tokens_per_layer"], result["layer_average"]) == expected
+    code, out, _ = shell(monkeypatch, capsys, "ask", *common, "--budget", "75%", "--method", method)
+    assert ("9 tokens in the last layer (27.0 on average)" in out) == (method == "fastv")
+
+
+def test_an_unknown_method_is_one_clear_line(checkpoint: Path, image: Path, monkeypatch: Any, capsys: Any) -> None:
+    common = ("--model", checkpoint, "--image", image, "--question", "Is there a dog?")
+    code, _, err = shell(monkeypatch, capsys, "ask", *common, "--method", "best")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "no method is called 'best'; the methods are stacktok, mmtok" in err
+
+
+def test_methods_lists_every_method_with_its_facts(monkeypatch: Any, capsys: Any) -> None:
+    code, out, _ = shell(monkeypatch, capsys, "methods", "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert list(found)[:4] == ["stacktok", "mmtok", "divprune", "cdpruner"]
+    assert (found["fastv"]["stage"], found["fastv"]["attention"]) == ("inside", "language model")
+    assert [name for name, facts in found.items() if facts["query_aware"]] == [
+        "stacktok",
+        "mmtok",
+        "cdpruner",
+        "fastv",
+        "sparsevlm",
+    ]
+    code, out, _ = shell(monkeypatch, capsys, "methods")
+    assert code == 0
+    for facts in found.values():
+        assert facts["name"] in out
+
+
+def test_bench_compares_all_methods_and_names_those_that_cannot_run(monkeypatch: Any, capsys: Any) -> None:
+    common = ("bench", "tiny", "--repeats", 1, "--new-tokens", 2, "--dtype", "float32", "--budget", 64, "--json")
+    code, out, _ = shell(monkeypatch, capsys, *common, "--methods", "all")
+    assert code == 0
+    report = json.loads(out)
+    rows = {row["method"]: row for row in report["table"]}
+    assert set(rows) == {
+        "full",
+        "StackTok",
+        "MMTok",
+        "DivPrune",
+        "CDPruner",
+        "VisionZip",
+        "Random",
+        "Uniform grid",
+        "Average pooling",
+        "SparseVLM",
+    }
+    assert all(row["selection s"] > 0 for name, row in rows.items() if name != "full")
+    assert {row["layer average"] for name, row in rows.items() if name not in ("full", "SparseVLM")} == {64.0}
+    assert rows["full"]["ideal"] == 1 < rows["SparseVLM"]["ideal"] < rows["MMTok"]["ideal"]
+    assert list(report["refused"]) == ["FastV, budget 64"]
+    assert "full_layers=2 leaves nothing to prune" in report["refused"]["FastV, budget 64"]
+    code, _, err = shell(monkeypatch, capsys, *common, "--methods", "divprune,fastv")
+    assert code == 2
+    assert "full_layers=2 leaves nothing to prune" in err

@@ -14,6 +14,7 @@ from stacktok.core.tokens import TowerAttention
 from stacktok.methods import (
     ABLATIONS,
     AveragePool,
+    CDPruner,
     DivPrune,
     MMTok,
     RandomTokens,
@@ -29,7 +30,7 @@ from tests.models.by_hand import crops_of, query_rows
 from tests.tiny import build, picture
 
 FAMILIES = ("llava", "llava_next", "qwen2_5_vl")
-FEATURES = (StackTok, MMTok, DivPrune, VisionZip, RandomTokens, UniformGrid, AveragePool)
+FEATURES = (StackTok, MMTok, DivPrune, CDPruner, VisionZip, RandomTokens, UniformGrid, AveragePool)
 
 
 def features(family: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -88,6 +89,7 @@ def slow_divprune(projected: Any, k: int) -> list[int]:
     """Max-min by looking at all distances again in every step."""
     z = unit(projected)
     distance = np.array([[1 - (a * b).sum() for b in z] for a in z])
+    distance[distance < 1e-12] = 0
     n = len(z)
     second = [sorted(distance[j, i] for j in range(n) if j != i)[0] for i in range(n)]
     chosen = [int(np.argmax(second))]
@@ -114,6 +116,40 @@ def test_ties_go_to_the_lowest_index(corners: list[int], data: st.DataObject) ->
     assert DivPrune(budget=k).select(rows, rows, None).indices.tolist() == sorted(slow_divprune(rows, k))
     expected = slow_mmtok(rows, rows, rows[:2], k, 0.02, 0.2, 0.5)
     assert MMTok(budget=k).select(rows, rows, rows[:2]).indices.tolist() == sorted(expected)
+
+
+@given(st.integers(0, 10_000), st.integers(2, 12), st.integers(2, 60))
+def test_copies_of_tokens_tie_for_divprune_whatever_their_values(seed: int, different: int, n: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(different, 37, generator=generator)[torch.randint(different, (n,), generator=generator)]
+    for k in {1, min(3, n), n // 2 + 1, n}:
+        assert DivPrune(budget=k).select(rows, rows, None).indices.tolist() == sorted(slow_divprune(rows, k))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("weight", [0, 1, 2.5])
+def test_cdpruner_takes_the_largest_determinant_at_every_step(family: str, weight: float) -> None:
+    vision, projected, query = features(family)
+    x, z, q = np.array(unit(vision)), np.array(unit(projected)), np.array(unit(query))
+    relevance = (q @ z.T).mean(0)
+    relevance = ((relevance - relevance.min() + 1e-6) / (relevance.max() - relevance.min())) ** weight
+    similarity = x @ x.T
+    np.fill_diagonal(similarity, 1)
+    kernel = np.diag(relevance) @ similarity @ np.diag(relevance)
+    chosen: list[int] = []
+    for _ in range(7):
+        determinants = {
+            j: np.linalg.slogdet(kernel[np.ix_([*chosen, j], [*chosen, j])])[1]
+            for j in range(len(x))
+            if j not in chosen
+        }
+        chosen.append(max(determinants, key=lambda j: (determinants[j], -j)))
+    found = CDPruner(budget=7, relevance_weight=weight).select(vision, projected, query)
+    assert found.order.tolist() == chosen
+    assert CDPruner(budget=7, relevance_weight=weight).select(vision, projected, query, found.order[1:]).k == 6
+    # More tokens than the features span are filled by lowest index.
+    few = torch.eye(3)[[0, 0, 1, 1, 2, 2]]
+    assert CDPruner(budget=5).select(few, few, None).order.tolist() == [0, 2, 4, 1, 3]
 
 
 def test_tokens_that_may_not_be_kept_do_not_exist_for_divprune_but_are_covered_by_mmtok() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +41,7 @@ def language_work(layer_weights: int, width: int, layers: int, columns: int, pas
     return 2.0 * layer_weights * columns + 4.0 * layers * width * pairs
 
 
-def work_of(model: Any, adapter: ModelAdapter, inputs: Any, columns: int, new_tokens: int) -> Work:
+def work_of(model: Any, adapter: ModelAdapter, inputs: Any, columns: int | Sequence[int], new_tokens: int) -> Work:
     """The work of one `generate` call whose prompt has ``columns`` columns in the language model.
 
     Parameters
@@ -50,20 +51,23 @@ def work_of(model: Any, adapter: ModelAdapter, inputs: Any, columns: int, new_to
     inputs
         Its inputs, one prompt.
     columns
-        Columns of the prompt after pruning.
+        Columns of the prompt after pruning; one number per layer where the layers differ.
     new_tokens
         Tokens generated.
     """
     config = model.config.get_text_config()
-    weights = sum(_matrices(layer) for layer in adapter.layers(model))
-    width, layers = config.num_attention_heads * _head(config), config.num_hidden_layers
+    weights = [_matrices(layer) for layer in adapter.layers(model)]
+    width = config.num_attention_heads * _head(config)
+    lengths = [columns] * len(weights) if isinstance(columns, int) else columns
+    layers = list(zip(weights, lengths, strict=True))
     head = model.get_output_embeddings().weight.numel()
     steps = (
-        language_work(weights, width, layers, 1, past) + 2 * head for past in range(columns, columns + new_tokens - 1)
+        sum(language_work(own, width, 1, 1, length + step) for own, length in layers) + 2 * head
+        for step in range(new_tokens - 1)
     )
     return Work(
         vision=vision_work(model, adapter, inputs),
-        prefill=language_work(weights, width, layers, columns) + 2 * head,
+        prefill=sum(language_work(own, width, 1, length) for own, length in layers) + 2 * head,
         decode=sum(steps),
     )
 

@@ -20,7 +20,7 @@ import torch
 
 from stacktok.bench.flops import Work, work_of
 from stacktok.core.budget import Budget
-from stacktok.methods.base import FeatureMethod
+from stacktok.methods.base import Method
 from stacktok.models.base import adapter_for
 
 STAGES = ("vision", "selection", "prefill", "decode", "total", "stock_prefill")
@@ -51,6 +51,13 @@ class Measurement:
         Floating-point operations by count of multiplications and additions.
     repeats
         Single values, by stage.
+    method
+        The method's name; empty for full tokens.
+    average
+        Image tokens per layer of the language model, averaged over the layers.
+    stage
+        "before" or "inside" the language model. Inside, `prefill` leaves out the time that the method took between the
+        layers, which is part of `selection`; `stock_prefill` has no shorter input to run on and means nothing.
     """
 
     budget: Budget | None
@@ -66,11 +73,14 @@ class Measurement:
     peak_bytes: int | None
     work: Work
     repeats: dict[str, list[float]] = field(default_factory=dict)
+    method: str = ""
+    average: float = 0.0
+    stage: str = "before"
 
     @property
-    def hook_ratio(self) -> float:
-        """Pruned prefill against the stock language model on the same length."""
-        return self.prefill / self.stock_prefill
+    def hook_ratio(self) -> float | None:
+        """Pruned prefill against the stock language model on the same length; None where the layers differ in it."""
+        return None if self.stage == "inside" else self.prefill / self.stock_prefill
 
     @property
     def selection_share(self) -> float:
@@ -85,14 +95,18 @@ class Report:
     model: str
     settings: dict[str, Any]
     measurements: list[Measurement]
+    refused: dict[str, str] = field(default_factory=dict)
+    """Methods that cannot run on this model, each with its reason; only where those were to be left out."""
 
     def rows(self) -> list[dict[str, Any]]:
         """The table, one mapping per budget, with ratios against full tokens."""
         full = self.measurements[0]
         return [
             {
+                "method": m.method or "full",
                 "budget": "full" if m.budget is None else str(m.budget),
                 "tokens": m.tokens,
+                "layer average": m.average,
                 "vision s": m.vision,
                 "selection s": m.selection,
                 "prefill s": m.prefill,
@@ -117,6 +131,7 @@ class Report:
         lines.append("| " + " | ".join(rows[0]) + " |")
         lines.append("|" + "---|" * len(rows[0]))
         lines += ["| " + " | ".join(show(name, value) for name, value in row.items()) + " |" for row in rows]
+        lines += [f"\n{name}: {reason}" for name, reason in self.refused.items()]
         return "\n".join(lines) + "\n"
 
     def to_json(self) -> str:
@@ -125,6 +140,7 @@ class Report:
             {
                 "model": self.model,
                 "settings": self.settings,
+                "refused": self.refused,
                 "table": self.rows(),
                 "measurements": [asdict(measurement) for measurement in self.measurements],
             },
@@ -138,7 +154,11 @@ class Report:
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
 
-        names = ["full" if m.budget is None else str(m.budget) for m in self.measurements]
+        several = len({m.method for m in self.measurements[1:]}) > 1
+        names = [
+            "full" if m.budget is None else f"{m.method}\n{m.budget}" if several else str(m.budget)
+            for m in self.measurements
+        ]
         figure, axes = plt.subplots(figsize=(1.6 + 1.1 * len(names), 3.4), layout="constrained")
         below = [0.0] * len(names)
         for stage, colour in (("vision", "#888888"), ("selection", "#e8762c"), ("prefill", "#1f8a8a")):
@@ -171,12 +191,13 @@ def run(
     model: Any,
     processor: Any,
     inputs: Any,
-    methods: Sequence[FeatureMethod],
+    methods: Sequence[Method],
     *,
     name: str,
     new_tokens: int = 8,
     repeats: int = 3,
     progress: Callable[[str], None] | None = None,
+    leave_out: bool = False,
 ) -> Report:
     """Measure full tokens and each method, interleaved.
 
@@ -185,7 +206,7 @@ def run(
     model, processor, inputs
         A loaded model, its processor, and model inputs with at least one image.
     methods
-        One per budget.
+        One per row.
     name
         What to call the model.
     new_tokens
@@ -194,18 +215,27 @@ def run(
         Repeats after one warm-up.
     progress
         Told what is being measured.
+    leave_out
+        Leave out a method that refuses the model or the budget, and say why in the report.
     """
     if new_tokens < 2:
         raise ValueError(f"new_tokens={new_tokens} leaves no token to time decoding on; give at least 2")
     if repeats < 1:
         raise ValueError(f"repeats={repeats} measures nothing; give at least 1")
     probes = [_Probe(model, processor, inputs, method, new_tokens) for method in (None, *methods)]
+    refused: dict[str, str] = {}
     for repeat in range(-1, repeats):
-        for probe in probes:
+        for probe in list(probes):
             if progress is not None:
                 step = "warm-up" if repeat < 0 else f"repeat {repeat + 1} of {repeats}"
-                progress(f"{step}: {'full tokens' if probe.method is None else f'budget {probe.method.budget}'}")
-            probe.measure(keep=repeat >= 0)
+                progress(f"{step}: {probe.label}")
+            try:
+                probe.measure(keep=repeat >= 0)
+            except ValueError as error:
+                if probe.method is None or not leave_out:
+                    raise
+                refused[probe.label] = str(error)
+                probes.remove(probe)
     parameter = next(model.parameters())
     settings = {
         "dtype": str(parameter.dtype).removeprefix("torch."),
@@ -215,20 +245,28 @@ def run(
         "new tokens": new_tokens,
         "repeats": repeats,
     }
-    return Report(name, settings, [probe.result() for probe in probes])
+    return Report(name, settings, [probe.result() for probe in probes], refused)
 
 
 class _Probe:
-    """One budget of the benchmark."""
+    """One row of the benchmark."""
 
-    def __init__(self, model: Any, processor: Any, inputs: Any, method: FeatureMethod | None, new_tokens: int) -> None:
+    def __init__(self, model: Any, processor: Any, inputs: Any, method: Method | None, new_tokens: int) -> None:
         self.model, self.processor, self.inputs, self.method = model, processor, inputs, method
         self.new_tokens = new_tokens
         self.adapter = adapter_for(model)
         self.times: dict[str, list[float]] = {stage: [] for stage in STAGES}
         self.given: dict[str, Any] = {}
         self.tokens = self.cache_bytes = 0
+        self.average = 0.0
+        self.per_layer: tuple[int, ...] = ()
+        self.full = 0
         self.peak: int | None = None
+
+    @property
+    def label(self) -> str:
+        """What the row is called."""
+        return "full tokens" if self.method is None else f"{self.method.facts.name}, budget {self.method.budget}"
 
     def measure(self, *, keep: bool) -> None:
         """Run once; ``keep`` the times."""
@@ -284,6 +322,9 @@ class _Probe:
         placeholders = [getattr(self.model.config, name) for name in self.adapter.modalities.values()]
         full = int(torch.isin(self.inputs["input_ids"], torch.tensor(placeholders)).sum())
         self.tokens = full if run is None else run.after
+        self.average = float(full) if run is None else run.average
+        self.per_layer = (full,) * len(self.adapter.layers(self.model)) if run is None else run.per_layer
+        self.full = full
         stock = self._stock(clock)
         if not keep:
             return
@@ -291,7 +332,7 @@ class _Probe:
         values = {
             "vision": vision[0],
             "selection": 0.0 if run is None else run.seconds,
-            "prefill": marks["end"] - marks["start"],
+            "prefill": marks["end"] - marks["start"] - (0.0 if run is None else run.layer_seconds),
             "decode": (begin + total - marks["end"]) / (self.new_tokens - 1),
             "total": total,
             "stock_prefill": stock,
@@ -313,14 +354,19 @@ class _Probe:
         """Medians over the repeats."""
         medians = {stage: statistics.median(values) for stage, values in self.times.items()}
         columns = int(self.given["inputs_embeds"].shape[1])
+        inside = self.method is not None and self.method.stage == "inside"
+        lengths = [columns - self.full + count for count in self.per_layer] if inside else columns
         return Measurement(
             budget=None if self.method is None else self.method.budget,
             tokens=self.tokens,
             columns=columns,
             cache_bytes=self.cache_bytes,
             peak_bytes=self.peak,
-            work=work_of(self.model, self.adapter, self.inputs, columns, self.new_tokens),
+            work=work_of(self.model, self.adapter, self.inputs, lengths, self.new_tokens),
             repeats=self.times,
+            method="" if self.method is None else self.method.facts.name,
+            average=self.average,
+            stage="before" if self.method is None else self.method.stage,
             **medians,
         )
 

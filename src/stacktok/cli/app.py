@@ -8,6 +8,7 @@ from stacktok.cli.ask import ask
 from stacktok.cli.bench import bench
 from stacktok.cli.demo import demo
 from stacktok.cli.evaluate import evaluate, report
+from stacktok.cli.methods import methods
 from stacktok.cli.models import models
 from stacktok.cli.show import show
 
@@ -21,6 +22,7 @@ app.command()(demo)
 app.command()(ask)
 app.command()(bench)
 app.command()(models)
+app.command()(methods)
 app.command()(show)
 app.command("eval")(evaluate)
 app.command()(report)

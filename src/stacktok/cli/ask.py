@@ -20,6 +20,7 @@ def ask(
     image: Annotated[Path, typer.Option(help="Picture file.")],
     question: Annotated[str, typer.Option(help="What to ask.")],
     model: Annotated[str | None, typer.Option(help="Folder or hub name; the embedded model if not given.")] = None,
+    method: Annotated[str, typer.Option(help="How to prune; see `methods`.")] = "stacktok",
     budget: Annotated[str, typer.Option(help="Tokens to keep: 64, 0.2 or 20%.")] = "64",
     compare: Annotated[bool, typer.Option("--compare", help="Also answer with all tokens.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
@@ -29,30 +30,32 @@ def ask(
 ) -> None:
     """Ask one question about one picture with pruned tokens."""
     with user_errors():
+        from stacktok.methods import method_class
+
         tokens = parse_budget(budget)
+        chosen = method_class(method)(budget=tokens)
         picture = open_image(image)
         name = model_path(model)
         loaded, processor = load(name, dtype, device, quiet=as_json)
         inputs = prompt_inputs(processor, picture, question, loaded)
         console = stderr()
         with console.status("answering") if not as_json else console.capture():
-            result = answer(loaded, processor, inputs, tokens, max_new_tokens, compare=compare)
-    result = {"model": name, "question": question, "budget": tokens, **result}
+            result = answer(loaded, processor, inputs, chosen, max_new_tokens, compare=compare)
+    result = {"model": name, "question": question, "method": chosen.facts.name, "budget": tokens, **result}
     print(json.dumps(result)) if as_json else _show(result)
 
 
 def answer(
-    model: Any, processor: Any, inputs: Any, budget: Any, max_new_tokens: int, *, compare: bool
+    model: Any, processor: Any, inputs: Any, method: Any, max_new_tokens: int, *, compare: bool
 ) -> dict[str, Any]:
-    """The answer with a budget, and with all tokens if they are to be compared; each timed once after a warm-up."""
-    from stacktok import StackTok
+    """The answer with a method, and with all tokens if they are to be compared; each timed once after a warm-up."""
 
     def generate(length: int) -> str:
         out = model.generate(**inputs, max_new_tokens=length, do_sample=False)
         text: str = processor.tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         return text.strip()
 
-    with StackTok(budget=budget)(model, processor) as pruned:
+    with method(model, processor) as pruned:
         # The first selection of a process loads the compiled kernels.
         generate(1)
         begin = time.perf_counter()
@@ -62,6 +65,8 @@ def answer(
         "answer": text,
         "tokens_before": pruned.before,
         "tokens_after": pruned.after,
+        "tokens_per_layer": pruned.per_layer,
+        "layer_average": pruned.average,
         "query": pruned.last[0].query,
         "seconds": seconds,
         "selection_seconds": pruned.seconds,
@@ -84,8 +89,10 @@ def _show(result: dict[str, Any]) -> None:
         full = Text(result["full_answer"])
         table.add_row("all", str(result["tokens_before"]), f"{result['full_seconds']:.3f}", full)
     console.print(table)
+    steady = result["layer_average"] == result["tokens_after"]
+    average = "" if steady else f" in the last layer ({result['layer_average']:.1f} on average)"
     console.print(
-        f"{result['tokens_before']} -> {result['tokens_after']} tokens, selection "
+        f"{result['method']}: {result['tokens_before']} -> {result['tokens_after']} tokens{average}, selection "
         f"{1000 * result['selection_seconds']:.1f} ms, query: {result['query']}",
         markup=False,
         highlight=False,

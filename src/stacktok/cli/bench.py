@@ -1,4 +1,4 @@
-"""``stacktok bench``: speed and memory of a model, full tokens against budgets."""
+"""``stacktok bench``: speed and memory of a model, full tokens against methods and budgets."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from stacktok.core.budget import parse_budget
 
 def bench(
     model: Annotated[str, typer.Argument(help="Folder, hub name, or a shape such as llava-1.5-1b (see `models`).")],
+    methods: Annotated[str, typer.Option(help="Names separated by commas (see `methods`), or all.")] = "stacktok",
     budget: Annotated[list[str] | None, typer.Option(help="Repeat for several; the paper's if not given.")] = None,
     image: Annotated[Path | None, typer.Option(help="Picture file, for a real model.")] = None,
     question: Annotated[str | None, typer.Option(help="What to ask, for a real model.")] = None,
@@ -27,10 +28,12 @@ def bench(
 ) -> None:
     """Measure vision, selection, prefill, decoding, cache and memory."""
     with user_errors():
-        from stacktok import StackTok
         from stacktok.bench import run
         from stacktok.bench.presets import PRESETS, QUESTION
+        from stacktok.methods import available, method_class
 
+        everything = methods.strip().lower() == "all"
+        chosen = list(available().values()) if everything else [method_class(n.strip()) for n in methods.split(",")]
         budgets = [parse_budget(text) for text in budget or []]
         if model in PRESETS:
             loaded, processor, inputs = _shape(model, dtype, device)
@@ -46,11 +49,12 @@ def bench(
                 loaded,
                 processor,
                 inputs,
-                [StackTok(budget=entry) for entry in budgets],
+                [method(budget=entry) for method in chosen for entry in budgets],
                 name=model,
                 repeats=repeats,
                 new_tokens=new_tokens,
                 progress=None if as_json else lambda text: status.update(text),
+                leave_out=everything,
             )
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
@@ -66,7 +70,9 @@ def bench(
 
     for row in rows:
         table.add_row(*(show(name, value) for name, value in row.items()))
-    Console(width=None if Console().is_terminal else 200).print(table)
+    Console(width=None if Console().is_terminal else 240).print(table)
+    for name, reason in report.refused.items():
+        Console().print(f"{name}: {reason}", markup=False, highlight=False)
 
 
 def _shape(name: str, dtype: str, device: str) -> tuple[Any, Any, Any]:

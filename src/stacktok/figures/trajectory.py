@@ -50,9 +50,8 @@ def draw_trajectory(axes: Axes, selection: Selection) -> None:
     axes.set_ylim(0, 1.08 * max(1e-9, float(selection.reference.max()), float(selection.coverage.max())))
     axes.set_xlabel("retained tokens")
     axes.set_ylabel("visual coverage C")
-    axes.set_title(
-        f"strictness {selection.strictness:.2f}, gate bound at {int(selection.bound.sum())} steps", fontsize=9
-    )
+    bound = int(selection.bound.sum())
+    axes.set_title(f"strictness {selection.strictness:.2f}, gate bound at {bound} of {selection.k} steps", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=8, frameon=False)
 

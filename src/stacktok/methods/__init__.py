@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from stacktok.methods.average_pool import AveragePool
 from stacktok.methods.base import FeatureMethod, Method
+from stacktok.methods.cdpruner import CDPruner
 from stacktok.methods.divprune import DivPrune
 from stacktok.methods.facts import Facts
 from stacktok.methods.fastv import FastV
@@ -22,6 +23,7 @@ __all__ = [
     "ABLATIONS",
     "PAPER_BUDGETS",
     "AveragePool",
+    "CDPruner",
     "Choice",
     "DivPrune",
     "Facts",

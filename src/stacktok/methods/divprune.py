@@ -14,6 +14,9 @@ from stacktok.kernels.diversity import max_min
 from stacktok.methods.facts import Facts
 from stacktok.methods.pick import Choice, PickMethod
 
+# Rounding of a float32 product of two unit vectors of some thousand entries stays below this.
+_ZERO = 2.0**-20
+
 
 @dataclass(frozen=True)
 class DivPrune(PickMethod):
@@ -28,6 +31,7 @@ class DivPrune(PickMethod):
         query_aware=False,
         deviations=(
             "cosines in float32 whatever the model's type; the original stays in half precision",
+            "distances below 1e-6, which float32 cannot tell from 0, are 0, so that equal tokens tie",
             "a token is never picked twice; the original has no such guard",
             "LLaVA-NeXT's newline embeddings are layout here, not candidates",
             "a fraction of the budget is rounded down, as everywhere here; the original rounds to nearest",
@@ -40,7 +44,11 @@ class DivPrune(PickMethod):
 
 
 def cosine_distances(features: torch.Tensor, norm_epsilon: float = 1e-8) -> NDArray[np.float32]:
-    """1 - cosine of every pair of rows of (n, d), (n, n), in float32 on the host."""
+    """1 - cosine of every pair of rows of (n, d), (n, n), in float32 on the host.
+
+    Distances that float32 cannot tell from 0 are 0, so that equal tokens tie and the lowest index decides.
+    """
     unit = features.float() / row_norms(features, "projected").float().clamp_min(norm_epsilon)[:, None]
-    distances: NDArray[np.float32] = (1 - unit @ unit.T).cpu().numpy()
-    return distances
+    distances = 1 - unit @ unit.T
+    found: NDArray[np.float32] = distances.masked_fill_(distances < _ZERO, 0.0).cpu().numpy()
+    return found

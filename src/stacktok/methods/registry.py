@@ -15,6 +15,7 @@ BUILT_IN = {
     "stacktok": "stacktok.methods.stacktok:StackTok",
     "mmtok": "stacktok.methods.mmtok:MMTok",
     "divprune": "stacktok.methods.divprune:DivPrune",
+    "cdpruner": "stacktok.methods.cdpruner:CDPruner",
     "visionzip": "stacktok.methods.visionzip:VisionZip",
     "random": "stacktok.methods.random_tokens:RandomTokens",
     "uniform": "stacktok.methods.uniform_grid:UniformGrid",

@@ -99,13 +99,14 @@ class Visual:
 
 @dataclass(eq=False)
 class Plan:
-    """What happens to one prompt or batch while the layers run."""
+    """What happens to one prompt or batch while the layers run; times are those before and between the layers."""
 
     visuals: list[Visual]
     stages: list[Stage]
     pad_right: bool
     embeds: torch.Tensor
     times: int = 1
+    before: float = 0.0
     seconds: float = 0.0
     positions: torch.Tensor | None = None
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -186,8 +187,8 @@ class InsideSession(Session):
         if call.outputs and self.run.budget is not None:
             begin = time.perf_counter()
             call.plan = self._plan(call, self.run.budget, cache, kwargs)
-            call.plan.seconds = time.perf_counter() - begin
-            call.plan.seconds += sum(self._encoded(m, output).seconds for m, output in call.outputs.items())
+            planned = time.perf_counter() - begin
+            call.plan.before = planned + sum(self._encoded(m, output).seconds for m, output in call.outputs.items())
 
     def _continue_layers(self, call: InsideCall, held: LayerCache, cache: Any, kwargs: dict[str, Any]) -> None:
         embeds, mask = kwargs["inputs_embeds"], kwargs.get("attention_mask")
@@ -486,7 +487,8 @@ class InsideSession(Session):
         plan = call.plan
         last = plan.stages[-1].origin
         self.run.kept_positions = last
-        self.run.seconds = plan.seconds
+        self.run.layer_seconds = plan.seconds
+        self.run.seconds = plan.before + plan.seconds
         results: dict[tuple[str, int], ImageResult] = {}
         for visual in plan.visuals:
             per_layer = tuple(visual.per_cut[sum(cut < layer for cut in self.cuts)] for layer in range(self.depth))
@@ -499,7 +501,7 @@ class InsideSession(Session):
                     len(visual.at),
                     None,
                     visual.image,
-                    _reduction(visual, last[visual.row].numpy(), plan.seconds / len(plan.visuals)),
+                    _reduction(visual, last[visual.row].numpy(), self.run.seconds / len(plan.visuals)),
                     per_layer,
                 ),
             )

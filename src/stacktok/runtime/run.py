@@ -94,12 +94,14 @@ class Pruned:
         or no budget.
     seconds
         Time spent on the last pruned prompt or batch beyond the model's own: query, selection and compaction.
+    layer_seconds
+        The part of it that was spent between the layers of the language model, by a method that works there.
     """
 
     def __init__(self, budget: Budget | None) -> None:
         self.last: tuple[ImageResult, ...] = ()
         self.kept_positions: torch.Tensor | None = None
-        self.seconds = 0.0
+        self.seconds = self.layer_seconds = 0.0
         self._budget = budget
         self._query: Query = PROMPT
 

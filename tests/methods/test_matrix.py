@@ -1,0 +1,158 @@
+"""Every method on every family, one picture and three: a new method adds one line to METHODS."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from stacktok.core.tokens import SEPARATOR
+from stacktok.methods import (
+    AveragePool,
+    CDPruner,
+    DivPrune,
+    FastV,
+    MMTok,
+    RandomTokens,
+    SparseVLM,
+    StackTok,
+    UniformGrid,
+    VisionZip,
+    ablation,
+    available,
+)
+from tests.models.test_pruned_models import greedy
+from tests.tiny import build, picture
+
+METHODS: dict[str, Any] = {
+    "StackTok": StackTok(budget=8),
+    "StackTok, depth 4": StackTok(budget=8, relevance_depth=4),
+    "StackTok, uniform quotas": ablation("Uniform fixed quotas", 8),
+    "MMTok": MMTok(budget=8),
+    "MMTok, shared": MMTok(budget=8, allocation="shared"),
+    "DivPrune": DivPrune(budget=8),
+    "CDPruner": CDPruner(budget=8),
+    "VisionZip": VisionZip(budget=8),
+    "VisionZip, CLS": VisionZip(budget=8, signal="cls"),
+    "VisionZip, received": VisionZip(budget=8, signal="received"),
+    "RandomTokens": RandomTokens(budget=8),
+    "UniformGrid": UniformGrid(budget=8),
+    "AveragePool": AveragePool(budget=8),
+    "FastV, kept": FastV(budget=8, counting="kept"),
+    "FastV, average": FastV(budget="80%", full_layers=1),
+    "FastV, too deep": FastV(budget=8, counting="kept", full_layers=3),
+    "SparseVLM": SparseVLM(budget=8),
+    "SparseVLM+": SparseVLM(budget=8, variant="+"),
+}
+
+# Combinations that cannot be, each with the error that says so.
+IMPOSSIBLE = {
+    ("VisionZip, CLS", "qwen2_5_vl"): "signal='cls' needs a CLS token, which the vision tower of Qwen2.5-VL does not",
+    **{
+        ("FastV, too deep", family): "full_layers=3 leaves nothing to prune in a language model of 3 layers"
+        for family in ("llava", "llava_next", "llava_next_mistral", "qwen2_5_vl")
+    },
+}
+ROWS = [
+    ("What is in the image?", [picture(160, 100)]),
+    ("How many cats are there in the picture, please?", [picture(60, 170, 1)]),
+    ("Is there a dog?", [picture(120, 120, 2)]),
+]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("family", ["llava", "llava_next", "llava_next_mistral", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_on_every_family(name: str, family: str, batch: int) -> None:
+    tiny, method = build(family), METHODS[name]
+    inputs = tiny.inputs([question for question, _ in ROWS[:batch]], [images for _, images in ROWS[:batch]])
+    stock = greedy(tiny.model, inputs, 3)
+    if (name, family) in IMPOSSIBLE:
+        with (
+            pytest.raises(ValueError, match=IMPOSSIBLE[name, family].replace("(", r"\(")),
+            method(tiny.model, tiny.processor),
+        ):
+            greedy(tiny.model, inputs, 3)
+    else:
+        with method(tiny.model, tiny.processor) as pruned:
+            out = greedy(tiny.model, inputs, 3)
+            results, kept = pruned.last, pruned.kept_positions
+            single = greedy(tiny.model, tiny.inputs([ROWS[batch - 1][0]], [ROWS[batch - 1][1]]), 3)
+        assert [result.row for result in results] == list(range(batch))
+        for result in results:
+            check_counts(method, result, tiny)
+            check_provenance(method, result)
+        for alone, together in zip(single.logits, out.logits, strict=True):
+            torch.testing.assert_close(alone[0], together[batch - 1], rtol=0, atol=2e-5)
+        # The columns that are left, and two tokens generated from them, in the last layer's cache.
+        assert out.past_key_values.get_seq_length(2) == kept.shape[1] + 2
+        assert not all(torch.equal(a, b) for a, b in zip(stock.logits, out.logits, strict=True))
+        if method.stage == "inside":
+            with method(tiny.model, tiny.processor), pytest.raises(ValueError, match="static cache"):
+                greedy(tiny.model, inputs, 3, cache_implementation="static")
+    again = greedy(tiny.model, inputs, 3)
+    assert all(torch.equal(a, b) for a, b in zip(stock.logits, again.logits, strict=True))
+
+
+def check_counts(method: Any, result: Any, tiny: Any) -> None:
+    """One convention: tokens that enter each layer, their average, and what they leave in the cache."""
+    assert len(result.per_layer) == 3
+    assert result.per_layer[-1] == result.after == len(result.reduction)
+    assert result.average == sum(result.per_layer) / 3
+    assert result.cache_entries == sum(result.per_layer)
+    if method.stage == "before":
+        assert result.per_layer == (8, 8, 8)
+    elif isinstance(method, FastV) and method.counting == "kept":
+        assert result.per_layer == (result.before, result.before, 8)
+    elif isinstance(method, FastV):
+        assert abs(result.average - 0.8 * result.before) <= 0.5
+    else:
+        assert result.before == result.per_layer[0] > result.per_layer[1] > result.per_layer[2]
+
+
+def check_provenance(method: Any, result: Any) -> None:
+    """What each output token came from are tokens of the image, none of them twice."""
+    reduction, image = result.reduction, result.image
+    pairs = np.concatenate([source for source in reduction.sources if len(source)])
+    assert len(np.unique(pairs, axis=0)) == len(pairs)
+    for crop, token in pairs.tolist():
+        assert crop == SEPARATOR or image.crops[crop].places[token] >= 0
+    if not method.facts.merges:
+        assert [len(source) for source in reduction.sources] == (reduction.anchors[:, 0] != SEPARATOR).tolist()
+        assert not reduction.embeddings
+    if isinstance(method, AveragePool):
+        assert len(pairs) == image.capacity
+
+
+def test_every_registered_method_is_in_the_matrix() -> None:
+    assert set(available().values()) == {type(method) for method in METHODS.values()}
+
+
+def test_per_crop_budgets_of_the_original_codes() -> None:
+    tiny = build("llava_next")
+    inputs = tiny.inputs(["Is there a dog?"], [[picture(112, 112)]])
+    for method in (MMTok(budget=3, allocation="per_crop"), VisionZip(budget=3, allocation="per_crop")):
+        with method(tiny.model, tiny.processor) as pruned:
+            greedy(tiny.model, inputs, 2)
+        assert pruned.after == 3 * len(pruned.last[0].image.crops) == 15
+    with MMTok(budget=10)(tiny.model, tiny.processor) as pruned:
+        greedy(tiny.model, inputs, 2)
+    assert [len(indices) for indices in pruned.last[0].selection.indices] == [2] * 5
+    with DivPrune(budget=6, keep_newlines=True)(tiny.model, tiny.processor) as pruned:
+        greedy(tiny.model, inputs, 2)
+    assert pruned.last[0].reduction.tokens == 6 < pruned.after
+
+
+def test_visionzip_refuses_features_that_were_encoded_without_it() -> None:
+    tiny = build("llava")
+    inputs = tiny.inputs(["Is there a dog?"], [[picture(112, 112)]])
+    with torch.no_grad():
+        encoded = tiny.model.model.get_image_features(inputs["pixel_values"], output_hidden_states=True)
+    given = {key: value for key, value in inputs.items() if key != "pixel_values"}
+    with (
+        VisionZip(budget=8)(tiny.model, tiny.processor),
+        pytest.raises(ValueError, match="encode the image inside the with block"),
+    ):
+        tiny.model(**given, mm_encoder_outputs={"image": encoded})
