@@ -92,7 +92,8 @@ def score_table(study: Study, model: str, *, paper: bool = True) -> Table:
     ]
     if any(row.average is not None and math.isnan(row.average.low) for row in study.rows if row.model == model):
         notes.append(
-            "An average without an interval contains a score that is no mean over items and has no replicates."
+            "An average without an interval contains a score that cannot be resampled, or one whose unpruned value "
+            "is 0 in some resample (too few items)."
         )
     if study.missing:
         notes.append(f"{study.missing} cells of the plan have not been run.")
