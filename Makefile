@@ -6,9 +6,10 @@ STAMP := $(VENV)/.ready
 EVAL_VENV ?= .venv-eval
 EVAL_BIN := $(EVAL_VENV)/bin
 EVAL_STAMP := $(EVAL_VENV)/.ready
+CHROMIUM ?= /usr/bin/chromium
 
-.PHONY: setup setup-eval test-eval figures demo test lint format bench-select bench-models train-embedded \
-	train-embedded-next clean
+.PHONY: setup setup-eval browser figures demo test test-eval lint format bench-select bench-models bench-view \
+	train-embedded train-embedded-next clean
 
 setup: $(STAMP)
 
@@ -35,6 +36,13 @@ test-eval: setup-eval
 figures: setup
 	$(BIN)/python docs/make_figures.py --out docs/figures
 
+# The inspector's tests drive Debian's Chromium.
+browser: $(CHROMIUM)
+
+$(CHROMIUM):
+	apt-get update -qq
+	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core
+
 demo: setup
 	$(BIN)/stacktok demo
 
@@ -47,11 +55,14 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: lint
+test: lint browser
 	$(BIN)/pytest -n auto
 
 bench-select: setup
 	$(BIN)/python benchmarks/bench_select.py
+
+bench-view: setup browser
+	$(BIN)/python benchmarks/bench_view.py
 
 bench-models: setup
 	$(BIN)/stacktok bench llava-1.5-1b --dtype float32 --out out/bench-models

@@ -126,6 +126,11 @@ def _training(config: TrainConfig, minutes: float) -> str:
         )
         rows.append(f"| {' | '.join(map(str, cells))} |")
     scenes = sum(s.steps * s.batch for s in config.stages)
+    counts = [s.name for s in config.stages if s.tally]
+    tally = (
+        f" In {', '.join(counts)} one more head learns to share its attention between a kind's centres and the start\n"
+    )
+    tally = tally + "token, so that the start token's share tells the number." if counts else ""
     start = f" Weights start from the embedded `{config.init_from}` model." if config.init_from else ""
     return (
         f"`python -m training.train --config training/configs/{config.name}.yaml`: {minutes:.0f} minutes on two CPU\n"
@@ -138,7 +143,7 @@ def _training(config: TrainConfig, minutes: float) -> str:
         "shows (cosine over the tied embedding table), so that question words and patches share a space; read-outs\n"
         "for an object's box, its centre patch and the nouns in the picture (from CLS) exist in training only. The\n"
         "language loss is cross-entropy on answers. The grounding loss makes half of the first layer's heads look\n"
-        "from a question's word at the patches that show it.\n\n"
+        f"from a question's word at the patches that show it.{tally}\n\n"
         "No pruned picture is ever seen in training. Stages that see windows smaller than the picture have shorter\n"
         f"visual sequences; the later ones have full ones only.\n\n{config.notes}\n![Learning curves](curves.png)"
     )

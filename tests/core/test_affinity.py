@@ -170,15 +170,16 @@ def test_eight_bit_features_are_cast_up():
 
 
 @pytest.mark.parametrize("m", [1, 2, 5])
-def test_identical_tokens_tie_whatever_their_place(m):
-    """A matrix-vector product would treat equal rows differently by their place."""
+@pytest.mark.parametrize("d", [37, 4096])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_identical_tokens_tie_whatever_their_place(m, d, dtype):
+    """A matrix product may round equal rows differently at different places."""
     generator = torch.Generator().manual_seed(m)
-    kinds = torch.randn(3, 4096, generator=generator)
-    label = torch.randint(3, (300,), generator=generator)
-    x, z = torch.randn(3, 256, generator=generator)[label], kinds[label]
-    a_qv, a_vv = stacktok.affinities(x, z, torch.randn(m, 4096, generator=generator))
+    label = torch.randint(40, (300,), generator=generator)
+    x, z = (torch.randn(40, width, generator=generator)[label].to(dtype) for width in (d, d))
+    a_qv, a_vv = stacktok.affinities(x, z, torch.randn(m, d, generator=generator))
     for a in (a_qv, a_vv):
-        for kind in range(3):
+        for kind in range(40):
             same = a[:, (label == kind).numpy()]
             assert (same == same[:, :1]).all()
 

@@ -11,6 +11,7 @@ from stacktok.cli.evaluate import evaluate, report
 from stacktok.cli.methods import methods
 from stacktok.cli.models import models
 from stacktok.cli.show import show
+from stacktok.cli.view import view
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -22,6 +23,7 @@ app.command()(demo)
 app.command()(ask)
 app.command()(bench)
 app.command()(models)
+app.command()(view)
 app.command()(methods)
 app.command()(show)
 app.command("eval")(evaluate)

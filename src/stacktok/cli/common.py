@@ -31,6 +31,7 @@ def user_errors() -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         extra = {"transformers": "models", "PIL": "models", "accelerate": "models", "matplotlib": "figures"}
+        extra |= {"fastapi": "view", "uvicorn": "view", "starlette": "view"}
         name = (error.name or "").split(".")[0]
         if name in extra:
             fail(f"this command needs {name}: pip install 'stacktok[{extra[name]}]'")

@@ -21,7 +21,7 @@ LOCAL, HOLISTIC = "reading", "background"
 
 
 def demo(
-    scene: Annotated[int, typer.Option(min=0, help="Which scene of the test split.")] = 3,
+    scene: Annotated[int, typer.Option(min=0, help="Which scene of the test split.")] = 6,
     out: Annotated[Path, typer.Option(help="Where to write the picture.")] = Path("stacktok-demo.png"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

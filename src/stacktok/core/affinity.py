@@ -52,6 +52,7 @@ def vision_affinity(vision: torch.Tensor, tau: float, norm_epsilon: float, norms
     result = torch.empty((n, n), dtype=unit.dtype, device=unit.device)
     with _full_precision(vision):
         torch.mm(unit, unit.T, out=result)
+    _tie_copies(result, vision, norms)
     bits = grid_bits(n)
     for rows in _row_blocks(n, n):
         _softmax_on_grid(result[rows], tau, bits)
@@ -80,14 +81,13 @@ def query_affinity(
     dtype = torch.promote_types(_working_type(query), _working_type(projected))
     query = query.to(dtype)
     unit = query / _floored(row_norms(query, "query"), norm_epsilon)[:, None]
-    # A single row would go through a matrix-vector product, in which equal tokens need not come out equal.
-    rows_of_product = unit.expand(2, -1) if m == 1 else unit
     # The tall matrix goes first, which spares the product a transposed copy of it; and its norms divide the small
     # product in place of the large factor.
     # Features of any type go through the same blocks, so that half precision equals its float32 cast to the bit.
     with _full_precision(projected):
-        blocks = [projected[rows].to(dtype) @ rows_of_product.T for rows in _row_blocks(n, projected.shape[1], _CAST)]
-    result = torch.cat(blocks).T[:m].contiguous()
+        blocks = [projected[rows].to(dtype) @ unit.T for rows in _row_blocks(n, projected.shape[1], _CAST)]
+    result = torch.cat(blocks).T.contiguous()
+    _tie_copies(result, projected, norms)
     result /= _floored(norms.to(dtype), norm_epsilon)
     if m:
         _softmax_on_grid(result, tau, grid_bits(m))
@@ -239,6 +239,33 @@ def _fits_float32(affinity: torch.Tensor) -> bool:
 def _row_blocks(rows: int, columns: int, elements: int = _BLOCK) -> list[slice]:
     step = max(1, elements // max(1, columns))
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def _tie_copies(products: torch.Tensor, features: torch.Tensor, norms: torch.Tensor) -> None:
+    """Give equal tokens equal columns: a matrix product may round the same row differently at different places.
+
+    Only rows of equal norm can be equal, so an image without copies pays for sorting its norms.
+
+    Parameters
+    ----------
+    products
+        Products with every token, (rows, n); changed in place.
+    features, norms
+        The tokens, (n, d), and their norms, (n,).
+    """
+    ordered, index = norms.sort(stable=True)
+    same = ordered[1:] == ordered[:-1]
+    if not bool(same.any()):
+        return
+    suspects = torch.zeros_like(norms, dtype=torch.bool)
+    suspects[index[1:][same]] = True
+    suspects[index[:-1][same]] = True
+    tokens = suspects.nonzero()[:, 0]
+    _, kind = torch.unique(features[tokens].to(norms.dtype), dim=0, return_inverse=True)
+    first = torch.full((int(kind.max()) + 1,), len(norms), device=tokens.device)
+    first.scatter_reduce_(0, kind, tokens, "amin")
+    copies = first[kind] != tokens
+    products[:, tokens[copies]] = products[:, first[kind][copies]]
 
 
 def _softmax_on_grid(logits: torch.Tensor, tau: float, bits: int) -> None:

@@ -1,0 +1,443 @@
+"""The model behind the page: pictures encoded once, questions selected once, answers generated on demand.
+
+Everything here runs on the one thread of `Jobs`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from PIL import Image
+
+from stacktok.core.coverage import coverage_sum
+from stacktok.core.crops import Crop, PreparedCrops, prepare_crops
+from stacktok.core.record import CropSelection, Selection
+from stacktok.core.selection import PreparedImage, prepare
+from stacktok.core.tokens import EncodedImage, Ints
+from stacktok.methods.base import FeatureMethod
+from stacktok.methods.registry import available
+from stacktok.methods.stacktok import StackTok
+from stacktok.models.base import adapter_for
+from stacktok.models.query import word_ids
+from stacktok.runtime.question import QuestionReader
+from stacktok.runtime.run import PROMPT
+from stacktok.view import trace
+from stacktok.view.jobs import Job
+from stacktok.view.pictures import Limits, Refused, crop_pictures, decode, png
+from stacktok.view.samples import Sample
+
+T = TypeVar("T")
+
+_PICTURES, _QUESTIONS, _ANSWERS = 8, 16, 256
+
+
+@dataclass(eq=False)
+class Picture:
+    """A picture that the model has seen.
+
+    Attributes
+    ----------
+    name
+        Its name in links: of a sample, or of the file's content.
+    image
+        What was sent, in RGB.
+    encoded, features
+        As the adapter read the encoder's output, and that output.
+    prepared
+        The coverage side, done.
+    crops
+        What the encoder saw, as PNG, per crop.
+    seconds
+        Time of encoding and of preparing.
+    """
+
+    name: str
+    image: Image.Image
+    encoded: EncodedImage
+    features: Any
+    prepared: PreparedImage | PreparedCrops
+    crops: list[bytes]
+    seconds: dict[str, float]
+
+    @property
+    def units(self) -> tuple[PreparedImage, ...]:
+        """The prepared image of every crop."""
+        return self.prepared.crops if isinstance(self.prepared, PreparedCrops) else (self.prepared,)
+
+
+@dataclass(eq=False)
+class Asked:
+    """A question on a picture: its words, their embeddings, and the runs that were made for it."""
+
+    words: list[str]
+    rows: list[list[int]]
+    query: torch.Tensor
+    records: dict[str, tuple[Selection | CropSelection, float]] = field(default_factory=dict)
+
+
+class Engine:
+    """A model with its processor, as the inspector uses them.
+
+    Parameters
+    ----------
+    model, processor
+        A supported model, loaded.
+    name
+        What to call it, and what ``from_pretrained`` would take.
+    samples
+        Pictures to begin with.
+    methods
+        Methods to choose from by name, without a budget; the first is shown first.
+    limits
+        What uploads may be.
+    max_new_tokens
+        Longest answer.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        processor: Any,
+        *,
+        name: str,
+        samples: Sequence[Sample] = (),
+        methods: Mapping[str, FeatureMethod] | None = None,
+        limits: Limits | None = None,
+        max_new_tokens: int = 32,
+    ) -> None:
+        self.model, self.processor, self.name = model, processor, name
+        self.adapter = adapter_for(model)
+        self.samples = {sample.name: sample for sample in samples}
+        self.methods = dict(methods if methods is not None else default_methods())
+        self.limits = limits or Limits()
+        self.max_new_tokens = max_new_tokens
+        self._reader = QuestionReader(model, processor, self.adapter)
+        self._pictures: _Recent[str, Picture] = _Recent(_PICTURES)
+        self._asked: _Recent[tuple[str, str], Asked] = _Recent(_QUESTIONS)
+        self._answers: _Recent[tuple[str, str, str, int | None], dict[str, Any]] = _Recent(_ANSWERS)
+        self._sample_names = set(self.samples)
+
+    def warm_up(self) -> None:
+        """Run everything once, so that the first person does not wait for compiled kernels."""
+        for name, sample in list(self.samples.items())[:1]:
+            question, method = (*sample.questions, "What is this?")[0], next(iter(self.methods))
+            self.walk(name, question, method)
+            job = Job("", 0, lambda _: None)
+            self.answer(name, question, method, 1, job)
+            self.answer(name, question, None, None, job)
+
+    def upload(self, data: bytes) -> Picture:
+        """Take a picture file; the same file again is the same picture."""
+        name = "file-" + hashlib.sha256(data).hexdigest()[:16]
+        return self._pictures.get(name, lambda: self._encode(name, decode(data, self.limits)))
+
+    def picture(self, name: str) -> Picture:
+        """A sample, or an upload that is still held."""
+        if name in self._sample_names:
+            return self._pictures.get(name, lambda: self._encode(name, self.samples[name].picture))
+        held = self._pictures.find(name)
+        if held is None:
+            raise Refused(404, "This picture is not held any more; drop the same file again to get the state back.")
+        return held
+
+    def views(self, name: str) -> list[bytes] | None:
+        """What the encoder saw of a held picture; safe to call from any thread."""
+        held = dict.get(self._pictures, name)
+        return None if held is None else held.crops
+
+    def describe(self, picture: Picture) -> dict[str, Any]:
+        """What the page must know about a picture."""
+        sample = self.samples.get(picture.name)
+        rows = _tile_rows(picture.encoded)
+        return {
+            "image": picture.name,
+            "width": picture.image.width,
+            "height": picture.image.height,
+            "questions": list(sample.questions) if sample else [],
+            "capacity": picture.encoded.capacity,
+            "positions": picture.encoded.n,
+            "crops": [
+                {
+                    "rows": crop.grid[0],
+                    "columns": crop.grid[1],
+                    "eligible": None if crop.eligible.all() else np.flatnonzero(crop.eligible).tolist(),
+                    "tile": place,
+                }
+                for crop, place in zip(picture.encoded.crops, rows, strict=True)
+            ],
+            "seconds": picture.seconds,
+        }
+
+    def walk(self, name: str, question: str, method: str) -> dict[str, Any]:
+        """The whole run of a method for a question: data for every budget, or that there is none."""
+        picture, asked = self.picture(name), self.ask(name, question)
+        chosen = self.method(method)
+        base = {
+            "image": name,
+            "question": question,
+            "method": method,
+            "words": [{"text": text, "rows": rows} for text, rows in zip(asked.words, asked.rows, strict=True)],
+            "query_affinity": [trace.packed(unit.query_affinity(asked.query)) for unit in picture.units],
+        }
+        found = self.record(picture, asked, method)
+        if found is None:
+            return base | {"anytime": False}
+        record, seconds = found
+        limit = chosen.swap_limit if isinstance(chosen, StackTok) else 0
+        crops = [
+            trace.walk(crop, unit.vision_affinity, limit)
+            for crop, unit in zip(trace.crop_records(record), picture.units, strict=True)
+        ]
+        return base | {"anytime": True, "order": trace.order_of(record), "crops": crops, "seconds": seconds}
+
+    def kept(self, name: str, question: str, method: str, budget: int) -> dict[str, Any]:
+        """What a method keeps at one budget, and how it scores by the selector's own measures."""
+        picture, asked = self.picture(name), self.ask(name, question)
+        begin = time.perf_counter()
+        indices = self.indices(picture, asked, method, budget)
+        seconds = time.perf_counter() - begin
+        crops = []
+        for unit, own in zip(picture.units, indices, strict=True):
+            chosen = own.tolist()
+            query = unit.query_affinity(asked.query)
+            crops.append(
+                {
+                    "indices": chosen,
+                    "relevance": coverage_sum(torch.from_numpy(query), chosen) / max(1, len(query)),
+                    "coverage": coverage_sum(torch.from_numpy(unit.vision_affinity), chosen) / unit.n,
+                    "owners": trace.owners(own, unit.vision_affinity).tolist(),
+                }
+            )
+        return {
+            "image": name,
+            "question": question,
+            "method": method,
+            "budget": budget,
+            "crops": crops,
+            "seconds": seconds,
+        }
+
+    def answer(self, name: str, question: str, method: str | None, budget: int | None, job: Job) -> dict[str, Any]:
+        """The model's answer with a method at a budget, or with all tokens where both are None."""
+        picture = self.picture(name)
+        return self._answers.get(
+            (name, question, method or "", budget), lambda: self._generate(picture, question, method, budget, job)
+        )
+
+    def ask(self, name: str, question: str) -> Asked:
+        """The query that the runtime would read from the prompt."""
+        return self._asked.get((name, question), lambda: self._read(self.picture(name), question))
+
+    def record(self, picture: Picture, asked: Asked, method: str) -> tuple[Selection | CropSelection, float] | None:
+        """A run to the largest budget and its time; None for a method whose runs have no prefixes."""
+        chosen = self.method(method)
+        if not isinstance(chosen, StackTok):
+            return None
+        if method not in asked.records:
+            begin = time.perf_counter()
+            parameters = chosen.parameters(picture.encoded.tau_query)
+            changes: dict[str, Any] = {
+                key: value
+                for key, value in vars(parameters).items()
+                if key not in ("tau_vision", "norm_epsilon", "backend")
+            }
+            record = picture.prepared.select(asked.query, picture.encoded.capacity, **changes)
+            asked.records[method] = record, time.perf_counter() - begin
+        try:
+            asked.records[method][0].prefix(0)
+        except ValueError:
+            return None
+        return asked.records[method]
+
+    def selection(self, picture: Picture, asked: Asked, method: str, budget: int) -> Any:
+        """The method's record at a budget: what `stacktok ask` would keep."""
+        found = self.record(picture, asked, method)
+        if found is not None:
+            return found[0].prefix(min(budget, found[0].k), refine=True)
+        return self.method(method).reduce(picture.encoded, asked.query, budget).record
+
+    def indices(self, picture: Picture, asked: Asked, method: str, budget: int) -> list[Ints]:
+        """Kept tokens per crop at a budget, ascending."""
+        found = self.record(picture, asked, method)
+        if found is not None:
+            record = found[0].prefix(min(budget, found[0].k), refine=True)
+            return [crop.indices for crop in trace.crop_records(record)]
+        anchors = self.method(method).reduce(picture.encoded, asked.query, budget).anchors
+        return [np.sort(anchors[anchors[:, 0] == c, 1]) for c in range(len(picture.encoded.crops))]
+
+    def method(self, name: str) -> FeatureMethod:
+        """A method by name."""
+        if name not in self.methods:
+            raise Refused(404, f"No method is called {name!r}; the methods are {', '.join(self.methods)}.")
+        return self.methods[name]
+
+    def _encode(self, name: str, image: Image.Image) -> Picture:
+        inputs = self._inputs(image, "")
+        arguments = {key: inputs[key] for key in ("pixel_values", "image_sizes", "image_grid_thw") if key in inputs}
+        begin = time.perf_counter()
+        with torch.no_grad():
+            features = self.adapter.base(self.model).get_image_features(**arguments)  # type: ignore[operator]
+        (encoded,) = self.adapter.encode("image", features, arguments, self.model, self.processor)
+        encoding = time.perf_counter() - begin
+        begin = time.perf_counter()
+        if len(encoded.crops) == 1:
+            (crop,) = encoded.crops
+            prepared: PreparedImage | PreparedCrops = prepare(
+                crop.vision, crop.projected, eligible=crop.eligible, tau_query=encoded.tau_query
+            )
+        else:
+            prepared = prepare_crops(
+                [Crop(crop.vision, crop.projected, crop.eligible) for crop in encoded.crops],
+                tau_query=encoded.tau_query,
+            )
+        seconds = {"encode": encoding, "prepare": time.perf_counter() - begin}
+        views = crop_pictures(image, encoded, inputs["pixel_values"], self.processor.image_processor)
+        return Picture(name, image, encoded, features, prepared, [png(view) for view in views], seconds)
+
+    def _read(self, picture: Picture, question: str) -> Asked:
+        if not question.strip():
+            width = picture.encoded.crops[0].projected.shape[1]
+            return Asked([], [], torch.zeros((0, width)))
+        inputs = self._inputs(picture.image, question)
+        ids = inputs["input_ids"][0]
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        for token in self.adapter.modalities.values():
+            mask &= ids != getattr(self.model.config, token)
+        prompt = ids[mask].tolist()
+        words = self._reader.prompt_words(prompt)
+        found = self._reader.question(PROMPT, prompt, ids.device)
+        sizes = [len(word_ids(self._reader.tokenizer, [word])) for word in words]
+        starts = np.cumsum([0, *sizes]).tolist()
+        rows = [list(range(start, start + size)) for start, size in zip(starts, sizes, strict=False)]
+        query = found.embeddings
+        if query is None:
+            raise Refused(422, "The question has no words that the model knows; type another.")
+        return Asked(words, rows, query.to(picture.encoded.crops[0].projected.device))
+
+    def _generate(
+        self, picture: Picture, question: str, method: str | None, budget: int | None, job: Job
+    ) -> dict[str, Any]:
+        from transformers import StoppingCriteria, StoppingCriteriaList
+
+        class Wanted(StoppingCriteria):  # type: ignore[misc,unused-ignore]
+            def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> Any:
+                return torch.full((len(input_ids),), job.cancelled, dtype=torch.bool, device=input_ids.device)
+
+        inputs = self._inputs(picture.image, question)
+        pruning: Any = nullcontext()
+        if method is not None:
+            pruning = replace(self.method(method), budget=budget)(self.model, self.processor)
+        with self._recalled(picture.features), pruning as pruned, torch.no_grad():
+            begin = time.perf_counter()
+            out = self.model.generate(
+                **inputs,
+                max_new_tokens=self.max_new_tokens,
+                do_sample=False,
+                stopping_criteria=StoppingCriteriaList([Wanted()]),
+            )
+            seconds = time.perf_counter() - begin
+        job.check()
+        new = out[0, inputs["input_ids"].shape[1] :]
+        return {
+            "answer": self.processor.tokenizer.decode(new, skip_special_tokens=True).strip(),
+            "tokens": pruned.after if pruned is not None else picture.encoded.length,
+            "generated": len(new),
+            "seconds": seconds,
+        }
+
+    def _inputs(self, image: Image.Image, question: str) -> Any:
+        content = [{"type": "image"}, {"type": "text", "text": question}]
+        if getattr(self.processor, "chat_template", None):
+            prompt = self.processor.apply_chat_template(
+                [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+            )
+        else:
+            prompt = f"USER: {getattr(self.processor, 'image_token', '<image>')}\n{question} ASSISTANT:"
+        inputs = self.processor(images=[image], text=[prompt], return_tensors="pt")
+        parameter = next(self.model.parameters())
+        return inputs.to(parameter.device, parameter.dtype)
+
+    @contextmanager
+    def _recalled(self, features: Any) -> Iterator[None]:
+        """Answer for the encoder with what it said before; every call gets an output of its own."""
+        function: Any = self.adapter.base(self.model).get_image_features
+
+        @functools.wraps(function)
+        def recall(*args: Any, **kwargs: Any) -> Any:
+            return type(features)(**features)
+
+        # An attribute of this one model object, which belongs to the inspector; gone on exit.
+        attributes = self.adapter.base(self.model).__dict__
+        attributes["get_image_features"] = recall
+        try:
+            yield
+        finally:
+            attributes.pop("get_image_features", None)
+
+
+def default_methods() -> dict[str, FeatureMethod]:
+    """Every method that works on encoded pictures, then the selector's variants: deeper relevance and ablations.
+
+    Methods that read attention scores need the encoder or the language model to run; here neither does.
+    """
+    methods: dict[str, FeatureMethod] = {}
+    for name, kind in available().items():
+        if issubclass(kind, FeatureMethod) and not kind.facts.attention:
+            methods[name] = kind()
+    return methods | {
+        "stacktok, depth 8": StackTok(relevance_depth=8),
+        "relevance only": StackTok(criterion="relevance"),
+        "coverage only": StackTok(criterion="coverage"),
+        "scalarized": StackTok(criterion="scalarized", swap_limit=0),
+    }
+
+
+K = TypeVar("K", bound=Hashable)
+
+
+class _Recent(OrderedDict[K, T]):
+    """The last few results, made when they are not there."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def find(self, key: K) -> T | None:
+        if key in self:
+            self.move_to_end(key)
+        return super().get(key)
+
+    def get(self, key: K, make: Callable[[], T]) -> T:  # type: ignore[override]
+        if key not in self:
+            self[key] = make()
+            while len(self) > self.size:
+                self.popitem(last=False)
+        self.move_to_end(key)
+        return self[key]
+
+
+def _tile_rows(encoded: EncodedImage) -> list[list[int] | None]:
+    """Row and column of every tile on its canvas; None for a view that is no tile."""
+    first: dict[int, int] = {}
+    for c, crop in enumerate(encoded.crops):
+        if crop.separators is not None and crop.eligible.any():
+            first[c] = int(crop.separators[crop.eligible].min())
+    lines = sorted(set(first.values()))
+    columns = dict.fromkeys(lines, 0)
+    places: list[list[int] | None] = []
+    for c in range(len(encoded.crops)):
+        if c not in first:
+            places.append(None)
+            continue
+        places.append([lines.index(first[c]), columns[first[c]]])
+        columns[first[c]] += 1
+    return places

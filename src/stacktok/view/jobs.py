@@ -1,0 +1,139 @@
+"""One worker for one model: a bounded queue in which a page's newer request takes the place of its older ones."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+# Pages whose latest serial is remembered; an older page than these starts anew.
+_PAGES = 256
+
+
+class Superseded(Exception):  # noqa: N818 - not an error: the page itself asked for something newer
+    """The page that asked has asked for something newer."""
+
+
+class Busy(Exception):  # noqa: N818 - a state of the server, which passes
+    """The queue is full."""
+
+
+@dataclass(eq=False)
+class Job:
+    """One piece of work for the model, and whether its page still wants it."""
+
+    page: str
+    serial: int
+    work: Callable[[Job], Any]
+    future: Future[Any] = field(default_factory=Future)
+    _cancelled: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the page has asked for something newer."""
+        return self._cancelled.is_set()
+
+    def check(self) -> None:
+        """Stop here if nobody wants the result any more."""
+        if self.cancelled:
+            raise Superseded
+
+    def cancel(self) -> None:
+        """Say that nobody wants the result any more."""
+        self._cancelled.set()
+
+
+class Jobs:
+    """Runs jobs one after the other on a thread of its own.
+
+    Parameters
+    ----------
+    waiting
+        Jobs that may wait; one more is refused.
+    """
+
+    def __init__(self, waiting: int = 16) -> None:
+        if waiting < 1:
+            raise ValueError(f"waiting={waiting!r} must be at least 1")
+        self.waiting = waiting
+        self._queue: deque[Job] = deque()
+        self._running: Job | None = None
+        self._latest: OrderedDict[str, int] = OrderedDict()
+        self._change = threading.Condition()
+        self._open = True
+        self._thread = threading.Thread(target=self._work, name="stacktok-view", daemon=True)
+        self._thread.start()
+
+    def submit(self, page: str, serial: int, work: Callable[[Job], T]) -> Future[T]:
+        """Queue a job.
+
+        Parameters
+        ----------
+        page
+            Which page asks.
+        serial
+            The page's count of its states: jobs of a lower serial of the same page are cancelled, and refused when
+            they come late. Jobs of one serial belong together.
+        work
+            Called with the job, which it may ask whether it is still wanted.
+        """
+        job = Job(page, serial, work)
+        with self._change:
+            if not self._open:
+                raise Busy
+            if serial < self._latest.get(page, serial):
+                raise Superseded
+            self._latest[page] = serial
+            self._latest.move_to_end(page)
+            while len(self._latest) > _PAGES:
+                self._latest.popitem(last=False)
+            for old in [old for old in self._queue if old.page == page and old.serial < serial]:
+                self._queue.remove(old)
+                old.cancel()
+                old.future.set_exception(Superseded())
+            running = self._running
+            if running is not None and running.page == page and running.serial < serial:
+                running.cancel()
+            if len(self._queue) >= self.waiting:
+                raise Busy
+            self._queue.append(job)
+            self._change.notify()
+        return job.future
+
+    def close(self) -> None:
+        """Finish the running job, drop the others, end the thread."""
+        with self._change:
+            self._open = False
+            for job in self._queue:
+                job.cancel()
+                job.future.set_exception(Superseded())
+            self._queue.clear()
+            if self._running is not None:
+                self._running.cancel()
+            self._change.notify()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._change:
+                while self._open and not self._queue:
+                    self._change.wait()
+                if not self._queue:
+                    return
+                job = self._running = self._queue.popleft()
+            try:
+                job.check()
+                result = job.work(job)
+                job.check()
+            # Whatever went wrong belongs to the one who asked; the worker goes on.
+            except BaseException as error:
+                job.future.set_exception(error)
+            else:
+                job.future.set_result(result)
+            with self._change:
+                self._running = None

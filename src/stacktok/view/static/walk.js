@@ -1,0 +1,179 @@
+// What a run keeps at every budget, and how it came to it. Pure functions on the server's data.
+
+export function unpack({ shape, float32 }) {
+  const bytes = Uint8Array.from(atob(float32), (character) => character.charCodeAt(0));
+  return { rows: shape[0], columns: shape[1], values: new Float32Array(bytes.buffer) };
+}
+
+// Adds the look-ups that drawing needs: a token's place in its crop's run, and in the whole.
+export function index(walk) {
+  walk.affinity = walk.query_affinity.map(unpack);
+  if (!walk.anytime) return walk;
+  walk.rank = walk.crops.map((crop) => new Int32Array(crop.n).fill(-1));
+  walk.order.forEach(([crop, token], at) => { walk.rank[crop][token] = at; });
+  for (const crop of walk.crops) {
+    crop.at = new Int32Array(crop.n).fill(-1);
+    crop.order.forEach((token, at) => { crop.at[token] = at; });
+    crop.bySize = new Map(crop.refined.map((entry) => [entry.k, entry]));
+  }
+  return walk;
+}
+
+function sizesAt(walk, k) {
+  const sizes = walk.crops.map(() => 0);
+  for (let at = 0; at < k; at += 1) sizes[walk.order[at][0]] += 1;
+  return sizes;
+}
+
+function plain(crop, size) {
+  const owners = new Int32Array(crop.n).fill(-1);
+  for (let at = 0; at < size; at += 1) {
+    for (let i = crop.changed_offsets[at]; i < crop.changed_offsets[at + 1]; i += 1) owners[crop.changed_rows[i]] = crop.order[at];
+  }
+  return { size, kept: new Set(crop.order.slice(0, size)), owners, relevance: crop.relevance[size], coverage: crop.coverage[size], swaps: [] };
+}
+
+// The kept set at a budget, swaps included: what a run with that budget keeps.
+export function keptAt(walk, k) {
+  return sizesAt(walk, k).map((size, c) => {
+    const refined = walk.crops[c].bySize.get(size);
+    if (!refined) return plain(walk.crops[c], size);
+    return {
+      size, kept: new Set(refined.indices), owners: Int32Array.from(refined.owners),
+      relevance: refined.relevance, coverage: refined.coverage, swaps: refined.swaps,
+    };
+  });
+}
+
+// Frames of the film: one per pick, then one per swap.
+export function frames(walk, k) {
+  return k + keptAt(walk, k).reduce((sum, crop) => sum + crop.swaps.length, 0);
+}
+
+export function frameAt(walk, k, frame) {
+  const last = frames(walk, k);
+  if (frame >= last) return { crops: keptAt(walk, k), now: last > k ? swapAt(walk, k, last - k) : pick(walk, k) };
+  if (frame <= k) return { crops: sizesAt(walk, frame).map((size, c) => plain(walk.crops[c], size)), now: pick(walk, frame) };
+  const crops = sizesAt(walk, k).map((size, c) => plain(walk.crops[c], size));
+  let left = frame - k;
+  keptAt(walk, k).forEach((final, c) => {
+    for (const [out, into] of final.swaps) {
+      if (left <= 0) return;
+      crops[c].kept.delete(out);
+      crops[c].kept.add(into);
+      crops[c].owners = crops[c].owners.map((owner) => (owner === out ? -1 : owner));
+      left -= 1;
+    }
+  });
+  return { crops, now: swapAt(walk, k, frame - k) };
+}
+
+function pick(walk, k) {
+  return k ? { crop: walk.order[k - 1][0], token: walk.order[k - 1][1] } : null;
+}
+
+function swapAt(walk, k, count) {
+  let left = count;
+  const final = keptAt(walk, k);
+  for (let c = 0; c < final.length; c += 1) {
+    for (const swap of final[c].swaps) {
+      left -= 1;
+      if (left === 0) return { crop: c, token: swap[1], swap };
+    }
+  }
+  return null;
+}
+
+export function criterion(walk, c, token, state) {
+  if (!walk.anytime) return 'other';
+  const at = walk.crops[c].at[token];
+  return at >= 0 && at < state.size ? walk.crops[c].criterion[at] : 'other';
+}
+
+// A word's relevance: the best kept affinity of its rows beside the best that any token has.
+export function wordRelevance(walk, word, crops) {
+  let held = 0;
+  let best = 0;
+  for (const row of word.rows) {
+    let own = 0;
+    let top = 0;
+    crops.forEach((crop, c) => {
+      const { columns, values } = walk.affinity[c];
+      for (let token = 0; token < columns; token += 1) {
+        const value = values[row * columns + token];
+        if (value > top) top = value;
+        if (value > own && crop.kept.has(token)) own = value;
+      }
+    });
+    held += own;
+    best += top;
+  }
+  return { held: held / Math.max(1, word.rows.length), share: best ? held / best : 0 };
+}
+
+export function wordHeat(walk, word, c) {
+  const { columns, values } = walk.affinity[c];
+  const heat = new Float32Array(columns);
+  for (const row of word.rows) for (let token = 0; token < columns; token += 1) heat[token] += values[row * columns + token];
+  return heat;
+}
+
+export function ordinal(number) {
+  const tens = number % 100;
+  if (tens > 10 && tens < 14) return `${number}th`;
+  return `${number}${{ 1: 'st', 2: 'nd', 3: 'rd' }[number % 10] || 'th'}`;
+}
+
+// When and why a token was picked, what it covers, what it gained.
+export function explain(walk, c, token, state, k) {
+  const lines = [];
+  const kept = state.kept.has(token);
+  const covers = state.owners.reduce((sum, owner) => sum + (owner === token), 0);
+  if (!walk.anytime) {
+    lines.push(['why', kept ? 'Kept.' : 'Dropped.']);
+  } else {
+    const crop = walk.crops[c];
+    const at = crop.at[token];
+    const swap = state.swaps.find((entry) => entry[1] === token);
+    const gone = state.swaps.find((entry) => entry[0] === token);
+    if (at < 0) {
+      lines.push(['why', 'Padding: it may not be kept.']);
+      return lines;
+    }
+    const rank = ordinal(walk.rank[c][token] + 1);
+    if (swap && kept) {
+      lines.push(['why', `Swapped in for token ${swap[0]}.`], ['', `R + C rose from ${swap[2].toFixed(4)} to ${swap[3].toFixed(4)}.`]);
+    } else {
+      lines.push(['why', kept ? `Picked ${rank} of ${k}, by ${crop.criterion[at]}.`
+        : gone ? `Picked ${rank}, then swapped out for token ${gone[1]}.`
+          : `Dropped at ${k}; would be picked ${rank}, by ${crop.criterion[at]}.`]);
+      lines.push(['', reason(crop, at)]);
+      const relevance = crop.relevance[at + 1] - crop.relevance[at];
+      const coverage = crop.coverage[at + 1] - crop.coverage[at];
+      lines.push(['', `Gains: relevance +${relevance.toFixed(5)}, coverage +${coverage.toFixed(5)}.`]);
+    }
+  }
+  if (kept) {
+    lines.push(['', `Covers ${covers} position${covers === 1 ? '' : 's'} best (outlined).`]);
+  } else if (state.owners[token] >= 0) {
+    lines.push(['soft', `Its place is covered best by token ${state.owners[token]}.`]);
+  }
+  const words = walk.words.filter((word) => word.rows.some((row) => {
+    const { columns, values } = walk.affinity[c];
+    let top = token;
+    for (const other of state.kept) if (values[row * columns + other] > values[row * columns + top]) top = other;
+    return kept && top === token;
+  }));
+  if (words.length) lines.push(['', `Serves best: ${words.map((word) => `“${word.text}”`).join(', ')}.`]);
+  return lines;
+}
+
+function reason(crop, at) {
+  const coverage = crop.coverage[at].toFixed(4);
+  const target = crop.target[at].toFixed(4);
+  if (crop.criterion[at] === 'scalarized') return 'The largest gain of relevance + α · coverage.';
+  if (crop.criterion[at] === 'relevance') return `Support held (coverage ${coverage} ≥ target ${target}), so relevance chose.`;
+  if (crop.criterion[at] === 'fill') return 'Nothing gained any more; the lowest index filled the budget.';
+  if (crop.bound[at]) return `Coverage ${coverage} lay below the target ${target}, so coverage chose.`;
+  return crop.m ? 'No token added relevance any more, so coverage chose.' : 'No query words, so coverage chose.';
+}

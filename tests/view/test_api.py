@@ -1,0 +1,324 @@
+"""The JSON API: its numbers are the library's, its limits hold."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import json
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from stacktok import StackTok, prepare
+from stacktok.core.coverage import coverage_sum
+from stacktok.view.engine import Engine
+from stacktok.view.jobs import Job
+from stacktok.view.pictures import Limits, Refused, decode
+from tests.view.conftest import Api, api_of
+
+BUDGETS = (1, 2, 5, 9, 16, 17, 40, 64)
+
+
+def question_of(engine: Engine, name: str = "scene-0") -> str:
+    return engine.samples[name].questions[1]
+
+
+def run_of_the_library(engine: Engine, question: str, method: Any) -> Any:
+    """What a user's own run of the hooked model records, on the same picture and question."""
+    content = [{"type": "image"}, {"type": "text", "text": question}]
+    prompt = engine.processor.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+    )
+    inputs = engine.processor(images=[engine.samples["scene-0"].picture], text=[prompt], return_tensors="pt")
+    with method(engine.model, engine.processor) as pruned, torch.no_grad():
+        out = engine.model.generate(**inputs, max_new_tokens=engine.max_new_tokens, do_sample=False)
+    text = engine.processor.tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return pruned.last[0], text.strip()
+
+
+def kept_by(walk: dict[str, Any], k: int) -> list[list[int]]:
+    """Kept tokens per crop at a budget, from the data that the page has."""
+    sizes = [sum(1 for crop, _ in walk["order"][:k] if crop == c) for c in range(len(walk["crops"]))]
+    kept = []
+    for crop, size in zip(walk["crops"], sizes, strict=True):
+        refined = {entry["k"]: entry["indices"] for entry in crop["refined"]}
+        kept.append(refined.get(size, sorted(crop["order"][:size])))
+    return kept
+
+
+@pytest.mark.parametrize("which", ["engine", "tiles"])
+def test_every_budget_of_a_walk_is_what_a_run_with_that_budget_keeps(
+    which: str, request: pytest.FixtureRequest
+) -> None:
+    engine: Engine = request.getfixturevalue(which)
+    question = question_of(engine)
+    with api_of(engine) as api:
+        walk = api.post("/api/walk", image="scene-0", question=question, method="stacktok").json()
+        for k in BUDGETS:
+            result, _ = run_of_the_library(engine, question, StackTok(budget=k))
+            record = result.selection
+            crops = record.crops if hasattr(record, "crops") else (record,)
+            assert kept_by(walk, k) == [crop.indices.tolist() for crop in crops]
+            for sent, crop in zip(walk["crops"], crops, strict=True):
+                for curve in ("relevance", "coverage", "reference", "target"):
+                    assert sent[curve][: crop.k + 1] == getattr(crop, curve).tolist()
+                assert sent["criterion"][: crop.k] == list(crop.criterion)
+                assert sent["bound"][: crop.k] == crop.bound.tolist()
+                assert sent["strictness"] == crop.strictness
+                refined = {entry["k"]: entry for entry in sent["refined"]}
+                if crop.k in refined:
+                    assert refined[crop.k]["relevance"] == crop.final_relevance
+                    assert refined[crop.k]["coverage"] == crop.final_coverage
+            assert " ".join(word["text"] for word in walk["words"]) == result.query
+
+
+def test_swaps_are_among_what_was_compared(engine: Engine, api: Api) -> None:
+    """The tested budgets are of use only if some small set is refined."""
+    refined = 0
+    for sample in engine.samples.values():
+        for question in sample.questions:
+            walk = api.post("/api/walk", image=sample.name, question=question, method="stacktok").json()
+            refined += sum(len(crop["refined"]) for crop in walk["crops"])
+    assert refined
+
+
+def test_changes_tell_what_every_token_covers(engine: Engine, api: Api) -> None:
+    question = question_of(engine)
+    walk = api.post("/api/walk", image="scene-0", question=question, method="stacktok").json()["crops"][0]
+    affinity = engine.picture("scene-0").units[0].vision_affinity
+    best, owner = np.zeros(walk["n"]), np.full(walk["n"], -1)
+    for k, token in enumerate(walk["order"], start=1):
+        rows = walk["changed_rows"][walk["changed_offsets"][k - 1] : walk["changed_offsets"][k]]
+        best[rows], owner[rows] = affinity[rows, token], token
+        if k in BUDGETS:
+            kept = walk["order"][:k]
+            np.testing.assert_array_equal(best, affinity[:, kept].max(axis=1))
+            np.testing.assert_array_equal(affinity[np.arange(walk["n"]), owner], affinity[:, kept].max(axis=1))
+            assert best.sum() / walk["n"] == walk["coverage"][k]
+
+
+def test_query_affinities_are_those_of_a_prepared_image(engine: Engine, api: Api) -> None:
+    question = question_of(engine)
+    walk = api.post("/api/walk", image="scene-0", question=question, method="stacktok").json()
+    (sent,) = walk["query_affinity"]
+    found = np.frombuffer(base64.b64decode(sent["float32"]), "<f4").reshape(sent["shape"])
+    (crop,) = engine.picture("scene-0").encoded.crops
+    query = engine.ask("scene-0", question).query
+    np.testing.assert_array_equal(found, prepare(crop.vision, crop.projected).query_affinity(query))
+    assert [row for word in walk["words"] for row in word["rows"]] == list(range(len(found)))
+
+
+def test_every_method_on_offer_keeps_what_its_own_run_keeps(engine: Engine, api: Api) -> None:
+    from dataclasses import replace
+
+    question = question_of(engine)
+    assert len(api.get("/api/info").json()["methods"]) > 5
+    for name, method in engine.methods.items():
+        result, _ = run_of_the_library(engine, question, replace(method, budget=24))
+        kept = api.post("/api/kept", image="scene-0", question=question, method=name, budget=24).json()
+        (crop,) = kept["crops"]
+        assert crop["indices"] == sorted(result.reduction.anchors[:, 1].tolist()), name
+        affinity = engine.picture("scene-0").units[0].vision_affinity
+        assert crop["coverage"] == coverage_sum(torch.from_numpy(affinity), crop["indices"]) / len(affinity)
+
+
+def test_answers_are_the_models_own(engine: Engine, api: Api) -> None:
+    question = question_of(engine)
+    for budget, method in ((16, StackTok(budget=16)), (None, StackTok())):
+        _, text = run_of_the_library(engine, question, method) if budget else (None, full_answer(engine, question))
+        if budget:
+            body = {"image": "scene-0", "question": question, "method": "stacktok", "budget": budget}
+            found = api.post("/api/answer", **body).json()
+            assert found["tokens"] == 16
+        else:
+            found = api.post("/api/answer/full", image="scene-0", question=question).json()
+            assert found["tokens"] == engine.picture("scene-0").encoded.length
+        assert found["answer"] == text
+    assert "get_image_features" not in vars(engine.adapter.base(engine.model))
+
+
+def full_answer(engine: Engine, question: str) -> str:
+    content = [{"type": "image"}, {"type": "text", "text": question}]
+    prompt = engine.processor.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+    )
+    inputs = engine.processor(images=[engine.samples["scene-0"].picture], text=[prompt], return_tensors="pt")
+    with torch.no_grad():
+        out = engine.model.generate(**inputs, max_new_tokens=engine.max_new_tokens, do_sample=False)
+    new = out[0, inputs["input_ids"].shape[1] :]
+    return str(engine.processor.tokenizer.decode(new, skip_special_tokens=True)).strip()
+
+
+def test_no_question_selects_by_coverage_alone(api: Api) -> None:
+    walk = api.post("/api/walk", image="scene-0", question="  ", method="stacktok").json()
+    assert walk["words"] == []
+    assert set(walk["crops"][0]["criterion"]) == {"coverage"}
+
+
+def test_exports_hold_the_records_of_the_library(engine: Engine, api: Api) -> None:
+    question = question_of(engine)
+    state = {"image": "scene-0", "question": question, "method": "stacktok", "budget": 12}
+    result, text = run_of_the_library(engine, question, StackTok(budget=12))
+    trace = api.post("/api/export", form="json", **state).json()
+    assert trace["selection"] == json.loads(result.selection.to_json())
+    assert trace["indices"] == [result.selection.indices.tolist()]
+
+    drawing = api.post("/api/export", form="svg", **state)
+    assert drawing.headers["content-type"] == "image/svg+xml"
+    by = dict(zip(result.selection.order.tolist(), result.selection.criterion, strict=True))
+    kept = [by.get(token) for token in result.selection.indices.tolist()]
+    assert drawing.text.count("<circle") == kept.count("relevance")
+
+    program = api.post("/api/export", form="python", **state).text
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(compile(program, "exported.py", "exec"), {})
+    answer, anchors = said.getvalue().rsplit("\n", 2)[:2]
+    assert answer.strip() == text
+    assert json.loads(anchors) == result.reduction.anchors.tolist()
+
+
+def file_of(image: Image.Image, kind: str = "PNG") -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+def test_uploads_are_seen_as_they_are(api: Api, engine: Engine, kind: str) -> None:
+    data = file_of(engine.samples["scene-1"].picture, kind)
+    found = api.upload(data)
+    assert found.status_code == 200
+    name = found.json()["image"]
+    assert api.get(f"/api/images/{name}").json() == found.json()
+    seen = Image.open(io.BytesIO(api.get(f"/api/images/{name}/crops/0.png").content))
+    assert seen.size == (336, 336)
+    if kind in ("PNG", "BMP"):
+        np.testing.assert_array_equal(np.asarray(seen), np.asarray(engine.samples["scene-1"].picture))
+
+
+def test_uploads_are_not_written_to_disk(api: Api, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a temporary file was opened")
+
+    for name in ("TemporaryFile", "NamedTemporaryFile", "SpooledTemporaryFile", "mkstemp"):
+        monkeypatch.setattr(tempfile, name, refuse)
+    noise = np.random.default_rng(0).integers(0, 256, (1400, 1400, 3), dtype=np.uint8)
+    assert api.upload(file_of(Image.fromarray(noise))).status_code == 200
+
+
+def bomb(side: int = 10_000) -> bytes:
+    """A 100-megapixel picture in a few kilobytes."""
+    return file_of(Image.new("1", (side, side)))
+
+
+SCRIPT = b'<svg xmlns="http://www.w3.org/2000/svg"><script>document.title = "owned"</script></svg>'
+
+
+@pytest.mark.parametrize(
+    ("make", "status", "says"),
+    [
+        (lambda: b"not a picture at all", 415, "PNG, JPEG"),
+        (lambda: b"", 415, "PNG, JPEG"),
+        (lambda: SCRIPT, 415, "PNG, JPEG"),
+        (lambda: file_of(Image.effect_noise((300, 300), 90).convert("RGB"))[:4000], 422, "broken"),
+        (bomb, 413, "100 megapixels"),
+        (lambda: bomb(20_000), 413, "megapixels"),
+        (lambda: bytes(21_000_000), 413, "20 MB"),
+    ],
+    ids=["text", "empty", "svg", "truncated", "bomb", "larger-bomb", "large-file"],
+)
+def test_what_is_no_picture_or_too_large_is_refused_in_one_sentence(
+    api: Api, make: Callable[[], bytes], status: int, says: str
+) -> None:
+    answer = api.upload(make())
+    assert (answer.status_code, says in answer.json()["detail"]) == (status, True)
+
+
+def test_a_bomb_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = bomb()
+
+    def refuse(self: Image.Image) -> None:
+        raise AssertionError("the picture was decoded")
+
+    monkeypatch.setattr(Image.Image, "load", refuse)
+    with pytest.raises(Refused, match="megapixels"):
+        decode(data, Limits())
+
+
+def test_transparent_pictures_lie_on_white_and_rotated_ones_stand_upright() -> None:
+    assert decode(file_of(Image.new("RGBA", (4, 4), (0, 0, 0, 0))), Limits()).getpixel((0, 0)) == (255, 255, 255)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 4)).save(buffer, "JPEG", exif=exif)
+    assert decode(buffer.getvalue(), Limits()).size == (4, 8)
+
+
+def test_foreign_names_and_pages_without_their_header_are_turned_away(api: Api) -> None:
+    assert api.client.get("/api/info", headers={"Host": "elsewhere.example"}).status_code == 400
+    query = {"image": "scene-0", "question": "", "method": "stacktok"}
+    assert api.client.post("/api/walk", json=query).status_code == 422
+
+
+def test_answers_forbid_everything_foreign(api: Api) -> None:
+    for path in ("/", "/app.js", "/api/info"):
+        policy = api.get(path).headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "script-src 'self'" in policy
+
+
+def test_unknown_names_are_named(api: Api) -> None:
+    assert "held" in api.get("/api/images/file-0000").json()["detail"]
+    found = api.post("/api/walk", image="scene-0", question="", method="guess")
+    assert found.status_code == 404
+    assert "'guess'" in found.json()["detail"]
+
+
+def test_a_full_queue_says_so_and_a_newer_state_cancels_the_older(engine: Engine) -> None:
+    started, go = threading.Event(), threading.Event()
+
+    class Slow(Engine):
+        def answer(self, name: str, question: str, method: str | None, budget: int | None, job: Job) -> dict[str, Any]:
+            started.set()
+            while not go.wait(0.005):
+                job.check()
+            return {}
+
+    slow = Slow(engine.model, engine.processor, name="slow", samples=tuple(engine.samples.values()))
+    with api_of(slow, waiting=1) as api:
+        status: dict[str, int] = {}
+
+        def ask(name: str, page: str, serial: int) -> threading.Thread:
+            headers = {"X-Page": page, "X-Serial": str(serial)}
+            body = {"image": "scene-0", "question": name}
+
+            def send() -> None:
+                status[name] = api.client.post("/api/answer/full", json=body, headers=headers).status_code
+
+            thread = threading.Thread(target=send)
+            thread.start()
+            return thread
+
+        first = ask("first", "a", 1)
+        assert started.wait(30)
+        started.clear()
+        second = ask("second", "a", 2)
+        first.join(30)
+        assert started.wait(30)
+        third, fourth = ask("third", "b", 1), ask("fourth", "c", 1)
+        # One of them waits, and the other finds the queue full.
+        while third.is_alive() and fourth.is_alive():
+            third.join(0.01)
+        go.set()
+        for thread in (second, third, fourth):
+            thread.join(30)
+    assert status["first"] == 409
+    assert sorted([status["second"], status["third"], status["fourth"]]) == [200, 200, 503]

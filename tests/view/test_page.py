@@ -1,0 +1,449 @@
+"""The page in a real browser."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from playwright.sync_api import Browser, Page, Route
+
+from stacktok.view.engine import Engine
+from tests.view.conftest import served
+from tests.view.test_api import SCRIPT, bomb, file_of, run_of_the_library
+
+WIDTHS = {"desk": (1280, 900), "phone": (390, 844)}
+
+
+@pytest.fixture(scope="module")
+def address(engine: Engine) -> Iterator[str]:
+    with served(engine) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def tiles_address(tiles: Engine) -> Iterator[str]:
+    with served(tiles) as found:
+        yield found
+
+
+class Inspector:
+    """The page as a person uses it; everything that it asks for must come from its own server."""
+
+    def __init__(self, browser: Browser, address: str, size: str = "desk", **context: Any) -> None:
+        width, height = WIDTHS[size]
+        self.context = browser.new_context(viewport={"width": width, "height": height}, **context)
+        self.page: Page = self.context.new_page()
+        self.address = address
+        self.errors: list[str] = []
+        self.foreign: list[str] = []
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.route("**/*", self._watch)
+
+    def _watch(self, route: Route) -> None:
+        if not route.request.url.startswith((self.address, "data:", "blob:")):
+            self.foreign.append(route.request.url)
+            route.abort()
+            return
+        route.continue_()
+
+    def open(self, fragment: str = "") -> Inspector:
+        self.page.goto(self.address + fragment)
+        return self.settled()
+
+    def settled(self, **state: Any) -> Inspector:
+        """Wait until answers for the shown state are there."""
+        self.page.wait_for_function(
+            """(wanted) => {
+                const settled = document.body.dataset.settled && JSON.parse(document.body.dataset.settled);
+                const link = new URLSearchParams(location.hash.slice(1));
+                if (!settled || settled[1] !== link.get('q') || String(settled[2]) !== link.get('k')) return false;
+                if (settled[0] !== link.get('image') || settled[4] !== (link.get('with') || '')) return false;
+                return Object.entries(wanted).every(([name, value]) => link.get(name) === String(value));
+            }""",
+            arg=state,
+            timeout=60_000,
+        )
+        return self
+
+    def kept(self, panel: int = 0) -> list[list[int]]:
+        return json.loads(self.page.locator(".stage").nth(panel).get_attribute("data-kept") or "null")
+
+    def link(self) -> str:
+        return str(self.page.evaluate("location.hash"))
+
+    def close(self) -> None:
+        self.context.close()
+        assert not self.errors
+        assert not self.foreign
+
+
+@pytest.fixture
+def inspector(browser: Browser, address: str) -> Iterator[Inspector]:
+    made = Inspector(browser, address).open()
+    yield made
+    made.close()
+
+
+def test_the_page_opens_with_a_sample_answered(inspector: Inspector, engine: Engine) -> None:
+    page = inspector.page
+    assert page.locator("#question").input_value() == engine.samples["scene-0"].questions[0]
+    assert page.locator("#answers tbody tr").count() == 2
+    assert len(inspector.kept()) == 64
+    assert page.locator("#samples button").count() == 3
+
+
+def test_a_question_is_asked_and_the_numbers_are_the_librarys(inspector: Inspector, engine: Engine) -> None:
+    page, question = inspector.page, engine.samples["scene-0"].questions[1]
+    page.fill("#question", question)
+    page.keyboard.press("Enter")
+    inspector.settled(q=question)
+    for budget in (64, 9, 2):
+        page.fill("#count", str(budget))
+        page.keyboard.press("Tab")
+        inspector.settled(k=budget)
+        method = type(engine.methods["stacktok"])(budget=budget)
+        result, text = run_of_the_library(engine, question, method)
+        stage = page.locator(".stage").first
+        assert inspector.kept() == [[0, token] for token in result.selection.indices.tolist()]
+        assert float(stage.get_attribute("data-relevance") or "nan") == result.selection.final_relevance
+        assert float(stage.get_attribute("data-coverage") or "nan") == result.selection.final_coverage
+        assert page.locator("#answers tbody tr").first.locator("td").nth(1).inner_text() == (text or "(nothing)")
+    words = page.locator("#words .name").all_inner_texts()
+    assert " ".join(words) == result.query
+
+
+def test_dragging_the_budget_redraws_without_the_model(inspector: Inspector, engine: Engine) -> None:
+    page = inspector.page
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    # The model is away: whatever the page draws now, it draws from what it has.
+    page.route("**/api/**", lambda route: route.abort())
+    page.locator("#budget").scroll_into_view_if_needed()
+    box = page.locator("#budget").bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] * 0.12, box["y"] + box["height"] / 2)
+    page.mouse.down()
+    picture, shown = engine.picture("scene-0"), engine.ask("scene-0", engine.samples["scene-0"].questions[0])
+    seen = set()
+    for share in (0.02, 0.3, 0.6, 0.9):
+        page.mouse.move(box["x"] + box["width"] * share, box["y"] + box["height"] / 2, steps=3)
+        budget = int(page.locator("#budget").input_value())
+        kept = engine.selection(picture, shown, "stacktok", budget).indices.tolist()
+        assert [token for _, token in inspector.kept()] == kept
+        seen.add(budget)
+    page.mouse.up()
+    assert len(seen) == 4
+    assert not [url for url in asked if "/api/walk" in url]
+
+
+def test_the_answer_is_refreshed_when_the_slider_rests(inspector: Inspector) -> None:
+    page = inspector.page
+    page.locator("#budget").focus()
+    for _ in range(3):
+        page.keyboard.press("ArrowLeft")
+    inspector.settled(k=61)
+    row = page.locator("#answers tbody tr").first.locator("td")
+    assert row.nth(2).inner_text() == "61"
+    assert row.nth(1).get_attribute("class") == "answer"
+
+
+def test_the_film_steps_plays_and_pauses(inspector: Inspector, engine: Engine) -> None:
+    page = inspector.page
+    question = engine.samples["scene-0"].questions[0]
+    record = engine.selection(engine.picture("scene-0"), engine.ask("scene-0", question), "stacktok", 64)
+    page.locator("#film").focus()
+    page.keyboard.press("Home")
+    assert inspector.kept() == []
+    page.locator("h1").click()
+    for step in range(1, 5):
+        page.keyboard.press("ArrowRight")
+        assert sorted(token for _, token in inspector.kept()) == sorted(record.order[:step].tolist())
+        said = page.locator("#token").inner_text()
+        assert f"Token {record.order[step - 1]}:" in said
+        assert f"by {record.criterion[step - 1]}" in said
+        assert "Gains: relevance +" in said
+    page.keyboard.press("ArrowLeft")
+    assert len(inspector.kept()) == 3
+    page.keyboard.press("Space")
+    page.wait_for_function("() => Number(document.getElementById('film').value) > 6")
+    page.keyboard.press("Space")
+    assert page.locator("#play").get_attribute("aria-pressed") == "false"
+    stopped = page.locator("#film").input_value()
+    page.wait_for_timeout(400)
+    assert page.locator("#film").input_value() == stopped
+
+
+def test_swaps_are_the_last_frames_of_a_film(browser: Browser, address: str, engine: Engine) -> None:
+    for sample in engine.samples.values():
+        for question in sample.questions:
+            picture, asked = engine.picture(sample.name), engine.ask(sample.name, question)
+            for budget in range(2, 17):
+                record = engine.selection(picture, asked, "stacktok", budget)
+                if record.swaps:
+                    break
+            if record.swaps:
+                break
+        if record.swaps:
+            break
+    assert record.swaps
+    from urllib.parse import urlencode
+
+    state = urlencode({"image": sample.name, "q": question, "k": budget, "method": "stacktok", "frame": budget})
+    inspector = Inspector(browser, address).open("#" + state)
+    assert sorted(token for _, token in inspector.kept()) == sorted(record.order.tolist())
+    inspector.page.locator("h1").click()
+    for _ in record.swaps:
+        inspector.page.keyboard.press("ArrowRight")
+    assert [token for _, token in inspector.kept()] == record.indices.tolist()
+    assert "Swapped in for token" in inspector.page.locator("#token").inner_text()
+    inspector.close()
+
+
+def test_hovering_tells_when_and_why(inspector: Inspector, engine: Engine) -> None:
+    page = inspector.page
+    question = engine.samples["scene-0"].questions[0]
+    record = engine.selection(engine.picture("scene-0"), engine.ask("scene-0", question), "stacktok", 64)
+    box = page.locator(".stage canvas").bounding_box()
+    assert box is not None
+    cell = box["width"] / 24
+    dropped = next(token for token in range(576) if token not in record.order)
+    for token, says in ((int(record.order[0]), "Picked 1st of 64"), (dropped, "Dropped at 64")):
+        page.mouse.move(box["x"] + (token % 24 + 0.5) * cell, box["y"] + (token // 24 + 0.5) * cell)
+        said = page.locator("#token").inner_text()
+        assert f"Token {token}:" in said
+        assert says in said
+        assert "Gains: relevance +" in said
+    assert "covered best by" in said
+    page.mouse.move(5, 5)
+    assert "Point at a token" in page.locator("#token").inner_text()
+
+
+def test_a_second_method_stands_beside(inspector: Inspector, engine: Engine) -> None:
+    page = inspector.page
+    question = engine.samples["scene-0"].questions[0]
+    page.click("#compare")
+    for method in ("coverage only", "divprune"):
+        page.locator(".panel select").nth(1).select_option(method)
+        inspector.settled(**{"with": method})
+        picture, asked = engine.picture("scene-0"), engine.ask("scene-0", question)
+        (kept,) = engine.indices(picture, asked, method, 64)
+        assert [token for _, token in inspector.kept(1)] == kept.tolist()
+        assert page.locator("#answers tbody tr").count() == 3
+    boxes = [page.locator(".panel").nth(at).bounding_box() for at in (0, 1)]
+    assert boxes[0] is not None
+    assert boxes[1] is not None
+    assert boxes[0]["y"] == boxes[1]["y"]
+    page.get_by_role("button", name="Close").click()
+    inspector.settled()
+    assert page.locator(".panel").count() == 1
+
+
+@pytest.mark.parametrize(("form", "name"), [("svg", "stacktok.svg"), ("json", "stacktok.json"), ("python", ".py")])
+def test_the_state_is_taken_away(inspector: Inspector, form: str, name: str) -> None:
+    page = inspector.page
+    page.click("#export summary")
+    with page.expect_download() as download:
+        page.click(f"[data-form={form}]")
+    text = Path(download.value.path()).read_text()
+    assert download.value.suggested_filename.endswith(name)
+    if form == "json":
+        assert json.loads(text)["indices"] == [[token for _, token in inspector.kept()]]
+    assert {"svg": "<svg", "json": '"selection"', "python": "StackTok(budget=64)"}[form] in text
+
+
+def test_a_link_reproduces_the_state(browser: Browser, inspector: Inspector, address: str) -> None:
+    page = inspector.page
+    page.locator("#samples button").nth(1).click()
+    inspector.settled(image="scene-1")
+    page.click("#compare")
+    inspector.settled(**{"with": "mmtok"})
+    page.fill("#count", "12")
+    page.keyboard.press("Tab")
+    inspector.settled(k=12)
+    page.locator("#words button").first.click()
+    page.locator("#back").click()
+    other = Inspector(browser, address).open(inspector.link())
+    assert other.link() == inspector.link()
+    for panel in (0, 1):
+        assert other.kept(panel) == inspector.kept(panel)
+    assert other.page.locator("#token").inner_text() == inspector.page.locator("#token").inner_text()
+    assert other.page.locator("#words button").first.get_attribute("aria-pressed") == "true"
+    other.close()
+
+
+def test_everything_can_be_done_with_the_keyboard(browser: Browser, address: str, engine: Engine) -> None:
+    inspector = Inspector(browser, address).open()
+    page = inspector.page
+
+    def focus(selector: str) -> None:
+        for _ in range(60):
+            page.keyboard.press("Tab")
+            if page.evaluate("(s) => document.activeElement.matches(s)", selector):
+                return
+        raise AssertionError(f"the Tab key does not reach {selector}")
+
+    focus("#question")
+    page.keyboard.press("Control+A")
+    page.keyboard.type("Where is it?")
+    page.keyboard.press("Enter")
+    inspector.settled(q="Where is it?")
+    focus("#compare")
+    page.keyboard.press("Enter")
+    inspector.settled(**{"with": "mmtok"})
+    focus(".stage")
+    for key in ("ArrowRight", "ArrowDown", "ArrowDown"):
+        page.keyboard.press(f"Shift+{key}")
+    assert "Token 49: row 3, column 2" in page.locator("#token").inner_text()
+    focus("#budget")
+    page.keyboard.press("ArrowLeft")
+    inspector.settled(k=63)
+    focus("#play")
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => Number(document.getElementById('film').value) > 2")
+    page.keyboard.press("Enter")
+    focus("#words button")
+    page.keyboard.press("Enter")
+    assert page.locator("#words button").first.get_attribute("aria-pressed") == "true"
+    focus("#theme")
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    focus("#export summary")
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    with page.expect_download() as download:
+        page.keyboard.press("Enter")
+    assert download.value.suggested_filename == "stacktok.svg"
+    focus("#file")
+    inspector.close()
+
+
+def test_an_uploaded_picture_is_shown_and_comes_back_by_its_link(inspector: Inspector) -> None:
+    page = inspector.page
+    picture = Image.effect_mandelbrot((500, 300), (-2, -1.2, 1, 1.2), 40).convert("RGB")
+    page.set_input_files("#file", {"name": "own.png", "mimeType": "image/png", "buffer": file_of(picture)})
+    page.wait_for_function("() => location.hash.includes('image=file-')")
+    inspector.settled()
+    kept = inspector.kept()
+    page.reload()
+    inspector.settled()
+    assert inspector.kept() == kept
+
+
+def test_a_picture_is_dropped_in(inspector: Inspector, engine: Engine) -> None:
+    page = inspector.page
+    data = list(file_of(engine.samples["scene-2"].picture))
+    page.evaluate(
+        """(data) => {
+            const carried = new DataTransfer();
+            carried.items.add(new File([new Uint8Array(data)], 'own.png', { type: 'image/png' }));
+            for (const kind of ['dragover', 'drop']) {
+                document.body.dispatchEvent(new DragEvent(kind, { dataTransfer: carried, bubbles: true }));
+            }
+        }""",
+        data,
+    )
+    page.wait_for_function("() => location.hash.includes('image=file-')")
+    inspector.settled()
+    assert page.locator("#drop").is_hidden()
+    assert len(inspector.kept()) == 64
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "data", "says"),
+    [
+        ("broken.png", "image/png", file_of(Image.effect_noise((300, 300), 90).convert("RGB"))[:3000], "broken"),
+        ("bomb.png", "image/png", bomb(), "100 megapixels"),
+        ("script.svg", "image/svg+xml", SCRIPT, "not a picture"),
+    ],
+    ids=["broken", "bomb", "svg"],
+)
+def test_bad_files_are_refused_and_the_page_goes_on(
+    inspector: Inspector, name: str, kind: str, data: bytes, says: str
+) -> None:
+    page, before = inspector.page, inspector.kept()
+    page.set_input_files("#file", {"name": name, "mimeType": kind, "buffer": data})
+    page.wait_for_selector("#message:not([hidden])")
+    assert says in page.locator("#message").inner_text()
+    assert page.title() == "StackTok inspector"
+    assert inspector.kept() == before
+    suggested = page.locator("#suggested button").nth(1)
+    suggested.click()
+    inspector.settled(q=suggested.inner_text())
+    assert page.locator("#message").is_hidden()
+
+
+LAYOUT = """() => {
+  const problems = [];
+  const box = (e) => e.getBoundingClientRect();
+  const name = (e) => e.id || e.className || e.tagName + ':' + e.textContent.slice(0, 20);
+  const wanted = 'button, input, select, summary, label, h1, h2, p, td, th, dt, dd, figure, canvas, '
+    + '.card, .panel, .transport';
+  // Closed menus are not there, and what scrolls inside its own line may reach beyond it.
+  const all = [...document.querySelectorAll(wanted)].filter((e) => e.checkVisibility({ visibilityProperty: true })
+    && box(e).width > 2 && box(e).height > 2 && !e.closest('#samples, #suggested, .hidden, details:not([open]) .menu'));
+  if (document.documentElement.scrollWidth > innerWidth) problems.push('the page is wider than the window');
+  for (const e of all) {
+    const own = box(e);
+    if (own.left < -0.5 || own.right > innerWidth + 0.5) problems.push(name(e) + ' is cut off by the window');
+    const card = e.parentElement.closest('.card, .panel, .transport');
+    if (card) {
+      const outer = box(card);
+      const leaves = own.left < outer.left - 0.5 || own.right > outer.right + 0.5 || own.bottom > outer.bottom + 0.5;
+      if (leaves) problems.push(name(e) + ' leaves its card');
+    }
+    const clips = e.matches('button, td, th, p, h2, dt, dd, summary') && e.clientWidth;
+    if (clips && e.scrollWidth > e.clientWidth + 1) problems.push(name(e) + ' is cut off');
+  }
+  all.forEach((a, i) => all.slice(i + 1).forEach((b) => {
+    if (a.contains(b) || b.contains(a)) return;
+    const [p, q] = [box(a), box(b)];
+    const across = Math.min(p.right, q.right) - Math.max(p.left, q.left);
+    const down = Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top);
+    if (across > 1 && down > 1) problems.push(name(a) + ' overlaps ' + name(b));
+  }));
+  return problems;
+}"""
+
+
+@pytest.mark.parametrize("size", WIDTHS)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_overlaps_and_nothing_is_cut_off(
+    browser: Browser, address: str, size: str, scheme: str, tmp_path: Path
+) -> None:
+    inspector = Inspector(browser, address, size, color_scheme=scheme).open("#k=40&with=divprune")
+    page = inspector.page
+    assert page.evaluate("document.documentElement.dataset.theme") == scheme
+    page.locator("#back").click()
+    assert page.evaluate(LAYOUT) == []
+    shot = Image.open(io.BytesIO(page.screenshot(full_page=True, path=tmp_path / f"{size}-{scheme}.png")))
+    assert shot.width == WIDTHS[size][0]
+    # The background of the page is what the scheme says, and something is drawn on it.
+    corner = shot.convert("L").getpixel((3, shot.height - 3))
+    assert isinstance(corner, (int, float))
+    assert corner > 200 if scheme == "light" else corner < 60
+    colours = shot.convert("RGB").getcolors(1 << 24)
+    assert colours is not None
+    assert len(colours) > 500
+    inspector.close()
+
+
+@pytest.mark.parametrize("size", WIDTHS)
+def test_tiles_show_their_shares(browser: Browser, tiles_address: str, tiles: Engine, size: str) -> None:
+    inspector = Inspector(browser, tiles_address, size).open("#k=30")
+    page = inspector.page
+    question = tiles.samples["scene-0"].questions[0]
+    record = tiles.selection(tiles.picture("scene-0"), tiles.ask("scene-0", question), "stacktok", 30)
+    kept = [[c, token] for c, own in enumerate(record.indices) for token in own.tolist()]
+    assert inspector.kept() == kept
+    shares = [int(text.split(" ")[0]) for text in page.locator("#tiles .value").all_inner_texts()]
+    assert shares == [crop.k for crop in record.crops]
+    page.locator("#tiles button").nth(2).click()
+    assert "view 3 of 5" in page.locator("#which").inner_text()
+    assert f"At {record.crops[2].k} tokens" in page.locator("#gate").inner_text()
+    assert page.evaluate(LAYOUT) == []
+    inspector.close()
