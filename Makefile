@@ -3,9 +3,13 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+EVAL_VENV ?= .venv-eval
+EVAL_BIN := $(EVAL_VENV)/bin
+EVAL_STAMP := $(EVAL_VENV)/.ready
 CHROMIUM ?= /usr/bin/chromium
 
-.PHONY: setup browser demo test lint format bench-select bench-models bench-view train-embedded train-embedded-next clean
+.PHONY: setup setup-eval browser figures demo test test-eval lint format bench-select bench-models bench-view \
+	train-embedded train-embedded-next clean
 
 setup: $(STAMP)
 
@@ -13,6 +17,24 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $(STAMP)
+
+# lmms-eval brings a torchvision that loads beside a CUDA build of torch alone; our plugin does without it, and beside a
+# CPU build transformers stumbles over it.
+setup-eval: $(EVAL_STAMP)
+
+$(EVAL_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(EVAL_VENV)
+	$(EVAL_BIN)/python -m pip install --quiet -c constraints.txt torch torchvision -e '.[lmms,ray,figures]' pytest hypothesis
+	$(EVAL_BIN)/python -c "import torch, sys; sys.exit(torch.version.cuda is None)" \
+		|| $(EVAL_BIN)/python -m pip uninstall --quiet --yes torchvision
+	touch $(EVAL_STAMP)
+
+test-eval: setup-eval
+	HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1 \
+		$(EVAL_BIN)/python -m pytest tests/evaluation/test_lmms.py tests/evaluation/test_scale.py
+
+figures: setup
+	$(BIN)/python docs/make_figures.py --out docs/figures
 
 # The inspector's tests drive Debian's Chromium.
 browser: $(CHROMIUM)
@@ -57,4 +79,4 @@ train-embedded-next: setup
 	$(BIN)/python -m training.card --run runs/llava_next --config training/configs/llava_next.yaml
 
 clean:
-	rm -rf $(VENV) build dist out
+	rm -rf $(VENV) $(EVAL_VENV) build dist out

@@ -7,8 +7,10 @@ import typer
 from stacktok.cli.ask import ask
 from stacktok.cli.bench import bench
 from stacktok.cli.demo import demo
+from stacktok.cli.evaluate import evaluate, report
 from stacktok.cli.methods import methods
 from stacktok.cli.models import models
+from stacktok.cli.show import show
 from stacktok.cli.view import view
 
 app = typer.Typer(
@@ -23,6 +25,9 @@ app.command()(bench)
 app.command()(models)
 app.command()(view)
 app.command()(methods)
+app.command()(show)
+app.command("eval")(evaluate)
+app.command()(report)
 
 
 @app.callback()

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from stacktok.core.inputs import Mask
+from stacktok.core.notebook import figure_html, grid_of, kept_svg
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -86,6 +87,14 @@ class Selection:
             f"{self.strictness:.3f}, gate bound at {int(self.bound.sum())} steps, {len(self.swaps)} swaps; "
             f"relevance {self.final_relevance:.4f}, coverage {self.final_coverage:.4f})"
         )
+
+    def _repr_html_(self) -> str:
+        return figure_html([self._drawing()], repr(self))
+
+    def _drawing(self) -> str:
+        scored = dict(zip(self.order.tolist(), self.criterion, strict=True))
+        kept = self.indices.tolist()
+        return kept_svg(grid_of(self.n), kept, [scored.get(index, "swap") for index in kept])
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Selection) and self.to_dict() == other.to_dict()
@@ -227,6 +236,9 @@ class CropSelection:
     def __repr__(self) -> str:
         shares = ", ".join(str(crop.k) for crop in self.crops)
         return f"CropSelection({self.k} of {sum(crop.n for crop in self.crops)} tokens; per crop {shares})"
+
+    def _repr_html_(self) -> str:
+        return figure_html([crop._drawing() for crop in self.crops], repr(self))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CropSelection) and self.to_json() == other.to_json()

@@ -27,6 +27,7 @@ def draw_kept(
     criteria: Sequence[str],
     *,
     eligible: Mask | None = None,
+    lit: Sequence[int] | None = None,
 ) -> None:
     """Draw a picture in which dropped tokens are dimmed and kept ones marked by what scored them.
 
@@ -47,12 +48,14 @@ def draw_kept(
         What scored each of them, (k,).
     eligible
         Tokens that may be kept, (h w,); the others are hatched as padding.
+    lit
+        Tokens that are shown as they are; the kept ones if not given.
     """
     rows, columns = grid
     shown = picture.astype(np.float64) / (255 if picture.dtype == np.uint8 else 1)
     height, width = shown.shape[:2]
     kept = np.zeros(rows * columns, dtype=np.bool_)
-    kept[np.asarray(indices, dtype=np.int64)] = True
+    kept[np.asarray(indices if lit is None else lit, dtype=np.int64)] = True
     line, column = np.arange(height) * rows // height, np.arange(width) * columns // width
     bright = kept.reshape(rows, columns)[line][:, column][..., None]
     grey = shown.mean(axis=2, keepdims=True)
@@ -65,8 +68,16 @@ def draw_kept(
             places % columns + 0.5, places // columns + 0.5, s=size, marker=marker, c=colour, edgecolors="white", lw=0.6
         )
     if eligible is not None and not eligible.all():
-        padding = np.ma.masked_where(eligible.reshape(grid), np.ones(grid))
-        axes.pcolor(np.arange(columns + 1), np.arange(rows + 1), padding, hatch="//", alpha=0, zorder=2)
+        for row, column in np.argwhere(~eligible.reshape(grid)).tolist():
+            axes.fill(
+                [column, column + 1, column + 1, column],
+                [row, row, row + 1, row + 1],
+                fill=False,
+                hatch="////",
+                edgecolor=OTHER,
+                lw=0,
+                zorder=2,
+            )
     axes.set_xlim(0, columns)
     axes.set_ylim(rows, 0)
     axes.set_xticks([])

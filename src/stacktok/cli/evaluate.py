@@ -1,0 +1,76 @@
+"""``stacktok eval`` and ``stacktok report``: run a plan of cells, and print the tables of its results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from stacktok.cli.common import stderr, user_errors
+
+
+def evaluate(
+    plan: Annotated[str, typer.Argument(help="A plan's file, or the name of a shipped plan; `list` shows those.")],
+    out: Annotated[Path, typer.Option(help="Folder under which the plan's folder is made.")] = Path("results"),
+    engine: Annotated[str | None, typer.Option(help="lmms-eval, or loop for the scenes without it.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Items per task.")] = None,
+    scenes: Annotated[int | None, typer.Option(help="Scenes that scenes/ tasks ask about.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; the GPU if there is one.")] = None,
+    processes: Annotated[int, typer.Option(help="Data-parallel processes inside a cell (torchrun).")] = 1,
+    ray: Annotated[str | None, typer.Option(help="Address of a Ray cluster over which cells are spread.")] = None,
+    gpus: Annotated[float, typer.Option(help="GPUs that a cell takes on Ray.")] = 0,
+    keep_going: Annotated[bool, typer.Option("--keep-going", help="Go on when a cell fails.")] = False,
+) -> None:
+    """Run the cells of a plan that have no result yet."""
+    with user_errors():
+        from stacktok.evaluation.plan import load_plan, shipped_plans
+        from stacktok.evaluation.run import one_run, run_plan
+
+        if plan == "list":
+            for name, text in shipped_plans().items():
+                print(f"{name}: {text}")
+            return
+        given = {"engine": engine, "limit": limit, "scenes": scenes}
+        loaded = load_plan(plan, {name: value for name, value in given.items() if value is not None})
+        console = stderr()
+
+        def report(progress: Any, text: str) -> None:
+            console.print(f"[{progress}] {text}", markup=False, highlight=False)
+
+        with one_run(out / loaded.name):
+            results = run_plan(
+                loaded,
+                out,
+                device=device,
+                processes=processes,
+                ray=ray,
+                gpus=gpus,
+                keep_going=keep_going,
+                report=report,
+            )
+    print(results.folder)
+
+
+def report(
+    results: Annotated[list[Path], typer.Argument(help="Folders that `stacktok eval` wrote.")],
+    form: Annotated[str, typer.Option("--format", help="markdown, latex or html.")] = "markdown",
+    baseline: Annotated[str | None, typer.Option(help="Method against which the others are tested.")] = None,
+    no_paper: Annotated[bool, typer.Option("--no-paper", help="Leave the published numbers out.")] = False,
+    out: Annotated[Path | None, typer.Option(help="File to write; standard output if not given.")] = None,
+) -> None:
+    """Print the paper's tables from results, with intervals and paired tests."""
+    with user_errors():
+        from stacktok.evaluation.cells import find_results
+        from stacktok.evaluation.report import WRITERS, build_report
+        from stacktok.evaluation.tables import read_study
+
+        if form not in WRITERS:
+            raise ValueError(f"format {form!r} is not known; use one of {', '.join(WRITERS)}")
+        studies = [read_study(found) for folder in results for found in find_results(folder)]
+        text = WRITERS[form][1](build_report(studies, baseline, paper=not no_paper))
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(text, encoding="utf-8")
+    if out is None:
+        print(text, end="")

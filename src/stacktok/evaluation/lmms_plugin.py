@@ -1,0 +1,23 @@
+"""The entry point of lmms-eval: loaded whenever lmms-eval starts, so it imports nothing heavy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def manifest() -> Any:
+    """What lmms-eval is told about the model ``stacktok``."""
+    from lmms_eval.models.registry_v2 import ModelManifest
+
+    return ModelManifest(model_id="stacktok", chat_class_path="stacktok.evaluation.lmms_model.StackTokModel")
+
+
+def require_lmms_eval() -> None:
+    """Refuse to go on without lmms-eval, and say how to get it."""
+    from importlib.util import find_spec
+
+    if find_spec("lmms_eval") is None:
+        raise ValueError(
+            "engine lmms-eval needs the package lmms-eval: run `make setup-eval`, or pip install 'stacktok[lmms]' in "
+            "an environment of its own; the scenes also run with --engine loop"
+        )

@@ -1,0 +1,109 @@
+"""Figure 2 from a real run: the trajectory of a selection, and the nominees of crops that share a budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stacktok.core.record import CropSelection, Selection
+from stacktok.figures.kept import COVERAGE, OTHER, RELEVANCE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_LOOK = {"relevance": ("o", RELEVANCE), "coverage": ("^", COVERAGE)}
+
+
+def draw_trajectory(axes: Axes, selection: Selection) -> None:
+    """Figure 2(a): coverage of the growing set against its target, every addition marked by what scored it.
+
+    Parameters
+    ----------
+    axes
+        Where to draw.
+    selection
+        The record of a run.
+    """
+    sizes = np.arange(selection.k + 1)
+    axes.plot(sizes, selection.reference, color=OTHER, lw=1, ls=":", label="coverage-only reference")
+    axes.plot(sizes, selection.target, color="black", lw=1.2, ls="--", label="support target")
+    axes.plot(sizes, selection.coverage, color="#b9c4c4", lw=1, zorder=1)
+    for name in dict.fromkeys(selection.criterion):
+        marker, colour = _LOOK.get(name, ("s", OTHER))
+        steps = np.array([t for t, criterion in enumerate(selection.criterion) if criterion == name])
+        axes.scatter(
+            steps + 1,
+            selection.coverage[steps + 1],
+            s=26,
+            marker=marker,
+            c=colour,
+            edgecolors="white",
+            lw=0.5,
+            zorder=3,
+            label=f"added by {name}",
+        )
+    axes.fill_between(sizes, 0, selection.target, color=COVERAGE, alpha=0.06, lw=0)
+    axes.set_xlim(0, selection.k + 0.5)
+    axes.set_ylim(0, 1.08 * max(1e-9, float(selection.reference.max()), float(selection.coverage.max())))
+    axes.set_xlabel("retained tokens")
+    axes.set_ylabel("visual coverage C")
+    bound = int(selection.bound.sum())
+    axes.set_title(f"strictness {selection.strictness:.2f}, gate bound at {bound} of {selection.k} steps", fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Nominees:
+    """What crops nominated, step by step.
+
+    Attributes
+    ----------
+    gains
+        h_c of every crop's nominee, (k, L), NaN where it had none.
+    winners
+        Crop that got the slot, (k,).
+    criteria
+        What scored the winning token, (k,).
+    """
+
+    gains: NDArray[np.float64]
+    winners: NDArray[np.int64]
+    criteria: tuple[str, ...]
+
+
+def nominee_data(selection: CropSelection) -> Nominees:
+    """Nominees, winners and criteria of a selection over crops."""
+    taken = [0] * len(selection.crops)
+    criteria = []
+    for crop, _ in selection.order:
+        criteria.append(selection.crops[crop].criterion[taken[crop]])
+        taken[crop] += 1
+    winners = np.array([crop for crop, _ in selection.order], dtype=np.int64)
+    return Nominees(selection.nominee_gain, winners, tuple(criteria))
+
+
+def draw_nominees(axes: Axes, selection: CropSelection) -> None:
+    """Figure 2(b): each step's nominees by crop; the chosen one filled by what scored it, the others faded."""
+    data = nominee_data(selection)
+    steps, crops = data.gains.shape
+    finite = data.gains[np.isfinite(data.gains)]
+    largest = float(finite.max()) if len(finite) else 1.0
+    for crop in range(crops):
+        sizes = 4 + 60 * np.sqrt(np.nan_to_num(data.gains[:, crop]) / max(largest, 1e-12))
+        there = np.isfinite(data.gains[:, crop]) & (data.winners != crop)
+        axes.scatter(np.flatnonzero(there) + 1, np.full(there.sum(), crop), s=sizes[there], c="#d3d7d8", lw=0)
+        for name in dict.fromkeys(data.criteria):
+            marker, colour = _LOOK.get(name, ("s", OTHER))
+            won = (data.winners == crop) & np.array([criterion == name for criterion in data.criteria], dtype=np.bool_)
+            axes.scatter(np.flatnonzero(won) + 1, np.full(won.sum(), crop), s=sizes[won], c=colour, marker=marker, lw=0)
+    shares = np.bincount(data.winners, minlength=crops)
+    names = ["base view", *(f"tile {number}" for number in range(1, crops))]
+    axes.set_yticks(range(crops), labels=[f"{name}: {share}" for name, share in zip(names, shares, strict=True)])
+    axes.invert_yaxis()
+    axes.set_xlim(0.3, steps + 0.7)
+    axes.set_xlabel("step; size of a mark: combined gain of the crop's nominee")
+    axes.spines[["top", "right", "left"]].set_visible(False)

@@ -1,0 +1,37 @@
+"""Small studies for the tests: tiny models on disk, and plans over them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from stacktok.evaluation.plan import Plan, parse_plan
+from tests import tiny
+
+
+def save_tiny(folder: Path, family: str = "llava") -> str:
+    """A tiny checkpoint on disk."""
+    built = tiny.BUILDERS[family]()
+    built.model.save_pretrained(folder)
+    built.processor.save_pretrained(folder)
+    return str(folder)
+
+
+def plan(pretrained: str, **changes: Any) -> Plan:
+    """Two methods, two budgets, two question families on few scenes."""
+    values = {
+        "name": "small",
+        "engine": "loop",
+        "models": [{"name": "tiny", "pretrained": pretrained}],
+        "methods": [{"name": "StackTok", "method": "stacktok"}, {"name": "DivPrune", "method": "divprune"}],
+        "budgets": [12, "20%"],
+        "tasks": [
+            {"name": n, "task": f"scenes/{n}", "metrics": ["exact_match"], "scale": 100, "group": "scene_seed"}
+            for n in ("existence", "counting")
+        ],
+        "scenes": 4,
+        "batch_size": 2,
+        "dtype": "float32",
+        **changes,
+    }
+    return parse_plan(values)

@@ -1,0 +1,254 @@
+"""Cells: a killed run loses at most one, a second start does what is missing, a changed setting reuses nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stacktok.evaluation import cells, run
+from stacktok.evaluation.cells import Results, cells_of, read_result
+from stacktok.evaluation.run import CellError, LocalRunner, one_run, run_plan
+from tests.evaluation import studies
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return studies.save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def finished(checkpoint, tmp_path_factory):
+    """A finished study that tests read and never write."""
+    return run_plan(studies.plan(checkpoint), tmp_path_factory.mktemp("out"))
+
+
+def fake(cell):
+    """A result that needs no model, for tests of the bookkeeping."""
+    item = {"id": 0, "group": 1, "score": 1.0, "tokens": 3}
+    return {"score": 100.0, "metrics": {"exact_match": 1.0}, "items": [item], "replicates": None}
+
+
+@pytest.fixture
+def bookkeeping(monkeypatch):
+    """Replace the model's part of the runner; returns the cells that were run."""
+    done = []
+
+    def call(self, cell):
+        done.append(cell.file)
+        return fake(cell)
+
+    monkeypatch.setattr(LocalRunner, "__call__", call)
+    return done
+
+
+def test_every_cell_has_a_file_with_its_settings_and_a_log_of_every_item(finished):
+    results = list(finished.read())
+    assert len(results) == 2 * (1 + 2 * 2)
+    assert finished.missing() == []
+    for result in results:
+        settings = result["settings"]
+        for item in result["items"]:
+            assert item["tokens_full"] == 36
+            expected = {None: 36, 12: 12, "20%": 7}[settings["budget"]]
+            assert item["tokens"] == expected
+            if settings["method"] == "stacktok":
+                assert 0 <= item["strictness"] <= 1
+                assert 0 <= item["bound"] <= 1
+                assert item["selection_seconds"] > 0
+            else:
+                assert item["strictness"] is None
+                assert item["bound"] is None
+
+
+@pytest.mark.parametrize("method", ["fastv", "sparsevlm", "visionzip", "mmtok"])
+def test_every_kind_of_method_is_counted_alike(checkpoint, method, tmp_path):
+    # Two of the tiny model's three layers see all tokens before FastV prunes.
+    budget = 12 if method in ("visionzip", "mmtok") else 30
+    plan = studies.plan(checkpoint, methods=[{"name": "M", "method": method}], budgets=[budget], full=False, limit=2)
+    for result in run_plan(plan, tmp_path).read():
+        for item in result["items"]:
+            assert item["tokens_full"] == 36
+            if method in ("visionzip", "mmtok"):
+                assert item["tokens"] == item["tokens_per_layer"] == 12
+            assert item["tokens_per_layer"] < 36
+
+
+def test_a_second_start_runs_nothing(checkpoint, finished, bookkeeping):
+    before = {path: path.stat().st_mtime_ns for path in finished.cells.iterdir()}
+    run_plan(studies.plan(checkpoint), finished.folder.parent)
+    assert bookkeeping == []
+    assert {path: path.stat().st_mtime_ns for path in finished.cells.iterdir()} == before
+
+
+def test_only_what_is_missing_or_damaged_is_done_again(checkpoint, bookkeeping, tmp_path):
+    plan = studies.plan(checkpoint)
+    results = run_plan(plan, tmp_path)
+    everything = list(bookkeeping)
+    bookkeeping.clear()
+    (results.cells / everything[2]).unlink()
+    (results.cells / everything[5]).write_text('{"format": 1, "sett')
+    run_plan(plan, tmp_path)
+    assert bookkeeping == [everything[2], everything[5]]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"scenes": 5},
+        {"limit": 2},
+        {"batch_size": 1},
+        {"dtype": "bfloat16"},
+        {"methods": [{"name": "StackTok", "method": "stacktok", "settings": {"relevance_depth": 2}}], "full": False},
+        {"methods": [{"name": "StackTok", "method": "mmtok"}], "full": False},
+        {"budgets": [13], "full": False},
+    ],
+)
+def test_a_changed_setting_never_reuses_a_cell(checkpoint, changes):
+    old = {cell.key for cell in cells_of(studies.plan(checkpoint))}
+    new = {cell.key for cell in cells_of(studies.plan(checkpoint, **changes))}
+    assert not old & new
+
+
+def test_new_weights_in_an_old_folder_are_another_setting(tmp_path):
+    folder = Path(studies.save_tiny(tmp_path / "m"))
+    old = {cell.key for cell in cells_of(studies.plan(str(folder)))}
+    weights = folder / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-3] ^= 1
+    weights.write_bytes(bytes(data))
+    assert not old & {cell.key for cell in cells_of(studies.plan(str(folder)))}
+
+
+def test_results_of_other_settings_stay_out_of_a_report(checkpoint, bookkeeping, tmp_path):
+    run_plan(studies.plan(checkpoint), tmp_path)
+    results = run_plan(studies.plan(checkpoint, budgets=[5], full=False), tmp_path)
+    assert {result["settings"]["budget"] for result in results.read()} == {5}
+
+
+def test_a_killed_run_loses_at_most_one_cell(checkpoint, tmp_path):
+    program = (
+        "import os, signal, sys\n"
+        "from stacktok.evaluation import run\n"
+        "from tests.evaluation import studies, test_cells\n"
+        "count = 0\n"
+        "def call(self, cell):\n"
+        "    global count\n"
+        "    count += 1\n"
+        "    if count == 4:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return test_cells.fake(cell)\n"
+        "run.LocalRunner.__call__ = call\n"
+        f"run.run_plan(studies.plan({checkpoint!r}), {str(tmp_path)!r})\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    results = Results(tmp_path / "small")
+    assert len(list(results.read())) == 3
+    assert len(results.missing()) == 7
+
+
+def test_a_full_disk_stops_the_run_and_leaves_finished_cells_whole(checkpoint, bookkeeping, monkeypatch, tmp_path):
+    plan = studies.plan(checkpoint)
+    real, calls = os.fsync, []
+
+    def fsync(descriptor):
+        calls.append(descriptor)
+        if len(calls) == 5:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor)
+
+    monkeypatch.setattr(cells.os, "fsync", fsync)
+    with pytest.raises(OSError, match=r"no space left to write .*; finished cells are intact: free some and start"):
+        run_plan(plan, tmp_path)
+    results = Results(tmp_path / "small")
+    # The first write is run.json.
+    assert len(list(results.read())) == 3
+    assert not list(results.cells.glob("*.part"))
+    monkeypatch.undo()
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "cell.json"
+    cells.write_whole(path, {"format": 1, "n": 1})
+
+    def interrupt(descriptor):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cells.os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        cells.write_whole(path, {"format": 1, "n": 2})
+    assert read_result(path) == {"format": 1, "n": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_leftovers_of_a_killed_write_are_swept_and_never_read(checkpoint, bookkeeping, tmp_path):
+    results = run_plan(studies.plan(checkpoint), tmp_path)
+    left = results.cells / "x.json.123.part"
+    left.write_text('{"format": 1')
+    assert len(list(results.read())) == 10
+    run_plan(studies.plan(checkpoint), tmp_path)
+    assert not left.exists()
+
+
+def test_a_failing_cell_stops_the_run_or_is_listed_at_its_end(checkpoint, monkeypatch, tmp_path):
+    def call(self, cell):
+        if cell.label == "DivPrune":
+            raise RuntimeError("out of memory")
+        return fake(cell)
+
+    monkeypatch.setattr(LocalRunner, "__call__", call)
+    with pytest.raises(CellError, match="tiny, DivPrune, budget 12, existence: out of memory"):
+        run_plan(studies.plan(checkpoint), tmp_path)
+    with pytest.raises(CellError, match="4 of 10 cells failed; the first: tiny, DivPrune"):
+        run_plan(studies.plan(checkpoint), tmp_path, keep_going=True)
+    assert len(list(Results(tmp_path / "small").read())) == 6
+
+
+def test_an_error_while_answering_fails_the_cell(checkpoint, monkeypatch, tmp_path):
+    from stacktok.evaluation.answering import Answerer
+
+    def broken(self, prompts, **generation):
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(Answerer, "answer", broken)
+    with pytest.raises(CellError, match="CUDA error"):
+        run_plan(studies.plan(checkpoint), tmp_path)
+    assert list(Results(tmp_path / "small").read()) == []
+
+
+def test_a_folder_is_written_by_one_run_at_a_time(tmp_path):
+    with one_run(tmp_path), pytest.raises(ValueError, match="is being written by another run"), one_run(tmp_path):
+        pass
+    with one_run(tmp_path):
+        pass
+
+
+def test_progress_tells_the_time_left():
+    progress = run.Progress(total=10, skipped=2)
+    assert str(progress) == "2 of 10 cells"
+    progress.done = 4
+    assert progress.seconds_left() is not None
+    assert str(progress).startswith("6 of 10 cells, about ")
+    assert [run._duration(seconds) for seconds in (5, 65, 3700)] == ["5 s", "1 min 05 s", "1 h 01 min"]
+
+
+def test_results_are_plain_json(finished):
+    path = next(finished.cells.glob("*.json"))
+    assert json.loads(path.read_text())["format"] == 1
+
+
+def test_a_folder_without_results_is_named(tmp_path):
+    with pytest.raises(ValueError, match="holds no results"):
+        cells.find_results(tmp_path)
+    with pytest.raises(ValueError, match=r"holds no run.json"):
+        Results(tmp_path).plan()

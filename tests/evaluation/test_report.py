@@ -1,0 +1,159 @@
+"""Reports: the paper's layout, ours beside the paper's, and differences with what they mean."""
+
+from __future__ import annotations
+
+import html.parser
+import re
+
+import numpy as np
+import pytest
+
+from stacktok.evaluation.cells import Results, cells_of
+from stacktok.evaluation.plan import parse_plan
+from stacktok.evaluation.report import build_report, cross_model_table, score_table, to_html, to_latex, to_markdown
+from stacktok.evaluation.retention import retention
+from stacktok.evaluation.tables import Measured, differences, read_study
+
+ITEMS = 400
+
+
+def study(tmp_path, name="p", models=("LLaVA-1.5-7B", "LLaVA-1.5-13B"), skip=()):
+    """Results with known scores: StackTok a clear 10 points above MMTok on gqa, one item apart on sqa."""
+    plan = parse_plan(
+        {
+            "name": name,
+            "models": [{"name": model, "pretrained": "some/model"} for model in models],
+            "methods": [{"name": "MMTok", "method": "mmtok"}, {"name": "StackTok", "method": "stacktok"}],
+            "budgets": [128, 64],
+            "tasks": [
+                {"name": "gqa", "task": "gqa", "metrics": ["exact_match"], "scale": 100},
+                {"name": "sqa", "task": "scienceqa_img", "metrics": ["exact_match"], "scale": 100},
+                {"name": "mme", "task": "mme", "metrics": ["mme_perception_score"]},
+            ],
+            "averaged": ["gqa", "sqa"],
+        }
+    )
+    right = {"Vanilla": (320, 280), "MMTok": (240, 260), "StackTok": (280, 261)}
+    results = Results(tmp_path / name)
+    cells = cells_of(plan)
+    results.start(plan, cells)
+    rng = np.random.default_rng(0)
+    orders = [rng.permutation(ITEMS) for _ in range(3)]
+    for cell in cells:
+        if (cell.label, cell.budget, cell.task.name) in skip:
+            continue
+        if cell.task.name == "mme":
+            rows = [{"id": i, "group": None, "score": None, "tokens": 64} for i in range(10)]
+            result = {"score": 1500.0, "items": rows, "replicates": [1490.0 + i / 10 for i in range(200)]}
+        else:
+            column = ["gqa", "sqa"].index(cell.task.name)
+            hits = set(orders[column][: right[cell.label][column]].tolist())
+            rows = [{"id": i, "group": None, "score": float(i in hits), "tokens": 64} for i in range(ITEMS)]
+            result = {"score": 100 * len(hits) / ITEMS, "items": rows, "replicates": None}
+        results.write(cell, {**result, "metrics": {}})
+    return read_study(results)
+
+
+def test_averages_are_those_of_the_papers_function_and_inside_their_intervals(tmp_path):
+    found = study(tmp_path)
+    row = found.row("LLaVA-1.5-7B", "StackTok", 64)
+    expected = retention({"gqa": 70, "sqa": 65.25}, {"gqa": 80, "sqa": 70}, ["gqa", "sqa"])
+    assert row.average.estimate == pytest.approx(expected)
+    assert row.average.low < expected < row.average.high
+    assert found.row("LLaVA-1.5-7B", "Vanilla", None).average.estimate == 100
+    # The unpruned model against itself is certain: replicates are paired.
+    assert found.row("LLaVA-1.5-7B", "Vanilla", None).average.low == 100
+
+
+def test_a_clear_difference_is_called_one_and_a_single_item_is_not(tmp_path):
+    found = {(d.budget, d.benchmark): d.comparison for d in differences(study(tmp_path), "MMTok")}
+    assert found[64, "gqa"].difference.estimate == pytest.approx(10)
+    assert found[64, "gqa"].p_value < 0.001
+    assert found[64, "sqa"].difference.estimate == pytest.approx(0.25)
+    assert found[64, "sqa"].p_value == 1
+    assert found[64, None].difference.low > 0
+    assert found[64, "mme"].p_value == 1
+    with pytest.raises(ValueError, match="baseline 'FastV' is not among the results; there are MMTok"):
+        differences(study(tmp_path, "q"), "FastV")
+
+
+def test_scores_that_are_no_means_take_their_interval_from_replicates(tmp_path):
+    cell = study(tmp_path).row("LLaVA-1.5-7B", "StackTok", 64).cells["mme"]
+    assert cell.items is None
+    assert cell.interval().estimate == 1500
+    assert 1490 <= cell.interval().low < cell.interval().high <= 1510
+
+
+def test_a_score_without_items_or_replicates_has_no_interval():
+    rows = [{"id": 0, "group": None, "score": None, "tokens": 1}]
+    result = {"score": 60.0, "items": rows, "replicates": None, "settings": {"task": {"scale": 1.0}}}
+    assert Measured.from_result(result).interval() is None
+
+
+def test_the_score_table_has_the_papers_layout_and_its_numbers_beside_ours(tmp_path):
+    table = score_table(study(tmp_path), "LLaVA-1.5-7B")
+    assert table.header == ("Method", "gqa", "sqa", "mme", "Avg.† %")
+    names = [row[0] for row in table.rows]
+    group = ["MMTok", "StackTok", "MMTok (paper)", "StackTok (paper)", "VisionZip‡ (paper)"]
+    assert names == ["all tokens", "Vanilla", "Vanilla (paper)", "budget 128", *group, "budget 64", *group]
+    paper = table.rows[names.index("StackTok (paper)", 8)]
+    assert paper[-1] == "96.66"
+    best = {(table.rows[row][0], column) for row, column in table.bold}
+    assert ("StackTok", 1) in best
+    assert ("MMTok", 1) not in best
+    assert not any("paper" in name for name, _ in best)
+
+
+def test_the_cross_model_table_joins_budgets_with_slashes(tmp_path):
+    table = cross_model_table([study(tmp_path)])
+    assert table.header[1] == "LLaVA-1.5-7B 128 / 64"
+    names = ["MMTok", "MMTok (paper)", "StackTok", "StackTok (paper)", "VisionZip‡ (paper)"]
+    assert [row[0] for row in table.rows] == names
+    assert table.rows[4][1] == "97.67 / 94.95"
+    assert table.rows[3][1] == "98.03 / 96.66"
+    assert re.fullmatch(r"\d\d\.\d\d / \d\d\.\d\d", table.rows[2][1])
+    assert cross_model_table([study(tmp_path, "one", models=("m",))]) is None
+
+
+def test_what_has_not_been_run_is_shown_as_missing(tmp_path):
+    table = score_table(study(tmp_path, skip={("StackTok", 64, "gqa")}), "LLaVA-1.5-7B", paper=False)
+    row = table.rows[-1]
+    assert (row[0], row[1], row[-1]) == ("StackTok", "–", "–")
+    assert "2 cells of the plan have not been run." in table.notes
+
+
+def test_all_formats_hold_all_numbers_and_are_well_formed(tmp_path):
+    tables = build_report([study(tmp_path)], "MMTok")
+    assert len(tables) == 4
+    texts = {"markdown": to_markdown(tables), "latex": to_latex(tables), "html": to_html(tables)}
+    for text in texts.values():
+        assert "96.66" in text
+        assert "within noise" in text
+    for line in texts["markdown"].splitlines():
+        if line.startswith("|") and "Method |" in line:
+            width = line.count("|")
+        if line.startswith("| *budget"):
+            assert line.count("|") == width
+    latex = texts["latex"]
+    assert latex.count("\\begin{tabular}") == latex.count("\\end{tabular}") == 4
+    assert not re.search(r"(?<!\\)%(?! needs)", latex)
+    assert "$^\\dagger$" in latex
+    open_tags = []
+
+    class Check(html.parser.HTMLParser):
+        def handle_starttag(self, tag, attrs):
+            if tag not in ("meta", "p"):
+                open_tags.append(tag)
+
+        def handle_endtag(self, tag):
+            if tag != "p":
+                assert open_tags.pop() == tag
+
+    Check().feed(texts["html"])
+    assert open_tags == []
+
+
+def test_names_from_a_plan_are_escaped(tmp_path):
+    tables = build_report([study(tmp_path, models=("<b>5%_&|", "m"))])
+    assert "&lt;b&gt;5%_&amp;|" in to_html(tables)
+    assert "<b>5\\%\\_\\&|" in to_latex(tables)

@@ -1,0 +1,213 @@
+"""Golden tests on what is drawn, not on pixels."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+import stacktok
+from stacktok.cli.show import draw
+from stacktok.core.notebook import grid_of
+from stacktok.evaluation.paper import published_cross_model, published_rows
+from stacktok.figures.image import panel_data, relevance_maps, tile_layout
+from stacktok.figures.kept import COVERAGE, RELEVANCE
+from stacktok.figures.results import (
+    RADIAL,
+    Step,
+    difference_data,
+    draw_differences,
+    draw_floating,
+    draw_radar,
+    floating_data,
+    radar_data,
+)
+from stacktok.figures.trajectory import draw_nominees, draw_trajectory, nominee_data
+from stacktok.methods import StackTok, VisionZip
+from tests import tiny
+
+
+def scores(method, budget):
+    found = [r for r in published_rows() if (r.model, r.method, r.budget) == ("LLaVA-1.5-7B", method, budget)]
+    return next(row for row in found if not row.fine_tuned).scores
+
+
+def selection(m=3, n=36, k=12, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randn(size, 8, generator=generator) for size in (n, n, m)]
+    return stacktok.select(*rows, k)
+
+
+def saved(figure, ending="svg"):
+    stream = io.BytesIO()
+    figure.savefig(stream, format=ending)
+    return stream.getvalue()
+
+
+def test_the_radar_shows_table_3_and_annotates_the_tightest_budgets():
+    data = radar_data(published_cross_model())
+    assert len(data.spokes) == 12
+    assert data.spokes[:3] == (("LLaVA-1.5-7B", "192"), ("LLaVA-1.5-7B", "128"), ("LLaVA-1.5-7B", "64"))
+    assert set(data.values) == {"VisionZip", "DivPrune", "MMTok", "StackTok"}
+    assert [value for _, value in data.notes] == [96.66, 96.54, 95.26, 95.21]
+    figure = Figure()
+    axes = figure.add_subplot(projection="polar")
+    draw_radar(axes, data)
+    assert axes.get_ylim() == RADIAL == (89, 101)
+    assert {text.get_text() for text in axes.texts} == {"96.66", "96.54", "95.26", "95.21"}
+    drawn = {line.get_label(): line.get_ydata()[:-1].tolist() for line in axes.lines}
+    assert drawn["StackTok"] == list(data.values["StackTok"])
+
+
+def test_difference_bars_follow_table_1_with_a_near_zero_class():
+    bars = difference_data(scores("StackTok", "64"), scores("MMTok", "64"), scores("Vanilla", "576"))
+    kinds = {bar.benchmark: bar.kind for bar in bars}
+    # The text: the largest gains are on MMB and SQA; StackTok trails on MME, TextVQA and SEED.
+    assert [bar.benchmark for bar in bars[:2]] == ["mmb", "sqa"]
+    assert {name for name, kind in kinds.items() if kind == "loss"} == {"mme", "textvqa", "seed"}
+    assert {name for name, kind in kinds.items() if kind == "near zero"} == {"vqav2", "mmmu"}
+    axes = Figure().subplots()
+    draw_differences(axes, bars)
+    assert [patch.get_width() for patch in axes.patches] == pytest.approx([bar.points for bar in bars])
+
+
+def test_floating_bars_follow_table_a1():
+    rows = [r for r in published_rows() if r.model == "Qwen2.5-VL-7B" and r.method == "StackTok"]
+    steps = floating_data([(row.budget, row.average) for row in rows])
+    assert steps[0] == Step("100% → 20%", 100.0, 95.79)
+    assert [round(step.end - step.start, 2) for step in steps] == [-4.21, -5.99, -9.80]
+    axes = Figure().subplots()
+    draw_floating(axes, steps)
+    assert [(p.get_y(), p.get_y() + p.get_height()) for p in axes.patches] == [
+        pytest.approx((step.end, step.start)) for step in steps
+    ]
+
+
+def test_the_trajectory_marks_every_addition_by_its_criterion():
+    record = selection()
+    axes = Figure().subplots()
+    draw_trajectory(axes, record)
+    marked = {}
+    for collection in axes.collections:
+        label = collection.get_label()
+        if label.startswith("added by "):
+            marked[label.removeprefix("added by ")] = collection.get_offsets()
+    assert sum(len(points) for points in marked.values()) == record.k
+    for name, points in marked.items():
+        steps = [t + 1 for t, criterion in enumerate(record.criterion) if criterion == name]
+        assert points[:, 0].tolist() == steps
+        assert points[:, 1].tolist() == record.coverage[steps].tolist()
+    lines = {line.get_label(): line.get_ydata() for line in axes.lines}
+    assert lines["support target"].tolist() == record.target.tolist()
+    assert lines["coverage-only reference"].tolist() == record.reference.tolist()
+
+
+def test_nominees_are_those_of_the_run():
+    generator = torch.Generator().manual_seed(1)
+    crops = [stacktok.Crop(*(torch.randn(16, 8, generator=generator) for _ in range(2))) for _ in range(3)]
+    record = stacktok.select_crops(crops, torch.randn(2, 8, generator=generator), 10)
+    data = nominee_data(record)
+    assert data.winners.tolist() == [crop for crop, _ in record.order]
+    for step, (crop, token) in enumerate(record.order):
+        local = record.crops[crop].order.tolist().index(token)
+        assert data.criteria[step] == record.crops[crop].criterion[local]
+        assert data.gains[step, crop] == np.nanmax(data.gains[step])
+    axes = Figure().subplots()
+    draw_nominees(axes, record)
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == [
+        f"{name}: {crop.k}" for name, crop in zip(("base view", "tile 1", "tile 2"), record.crops, strict=True)
+    ]
+    assert sum(len(c.get_offsets()) for c in axes.collections) == int(np.isfinite(data.gains).sum())
+
+
+@pytest.mark.parametrize(
+    ("family", "size"), [("llava", (96, 96)), ("llava_next", (96, 64)), ("qwen2_5_vl", (168, 112))]
+)
+def test_panels_hold_what_was_kept_in_every_family(family, size):
+    built, picture = tiny.build(family), tiny.picture(*size)
+    inputs = built.inputs(["Is there a dog?"], [[picture]])
+    with StackTok(budget=9)(built.model, built.processor) as pruned:
+        built.model.generate(**inputs, max_new_tokens=1, do_sample=False)
+    result = pruned.last[0]
+    panels = panel_data(result.image, result.reduction)
+    assert sum(len(panel.indices) for panel in panels) == 9
+    assert sum(panel.share for panel in panels) == pytest.approx(1)
+    selections = [result.selection] if len(panels) == 1 else result.selection.crops
+    steps = sorted(step for panel in panels for step in panel.numbers if step)
+    assert len(set(steps)) == len(steps)
+    for panel, crop, chosen in zip(panels, result.image.crops, selections, strict=True):
+        assert panel.grid == crop.grid
+        assert list(panel.indices) == chosen.indices.tolist()
+        assert (panel.eligible == crop.eligible).all()
+        assert all(crop.eligible[index] for index in panel.indices)
+
+
+def test_merged_tokens_are_regions():
+    built, picture = tiny.build("llava"), tiny.picture(96, 96)
+    inputs = built.inputs(["Is there a dog?"], [[picture]])
+    with VisionZip(budget=10)(built.model, built.processor) as pruned:
+        built.model.generate(**inputs, max_new_tokens=1, do_sample=False)
+    reduction = pruned.last[0].reduction
+    panel = panel_data(pruned.last[0].image, reduction)[0]
+    assert panel.regions
+    assert {frozenset(region) for region in panel.regions} == {
+        frozenset(sources[:, 1].tolist()) for sources in reduction.merged.values()
+    }
+    assert panel.numbers is None
+
+
+def test_relevance_maps_are_the_selectors_affinities_per_word():
+    built = tiny.build("llava")
+    inputs = built.inputs(["dog"], [[tiny.picture(96, 96)]])
+    with StackTok(budget=9)(built.model, built.processor) as pruned:
+        built.model.generate(**inputs, max_new_tokens=1, do_sample=False)
+    image = pruned.last[0].image
+    words = {"dog": torch.randn(2, 32), "cat": torch.randn(1, 32)}
+    maps = relevance_maps(image, ["dog", "cat", "dog"], words)
+    assert list(maps) == ["dog", "cat"]
+    assert maps["dog"][0].shape == (6, 6)
+    z = torch.nn.functional.normalize(image.crops[0].projected.double(), dim=1)
+    q = torch.nn.functional.normalize(words["dog"].double(), dim=1)
+    expected = torch.softmax(q @ z.T / 0.02, dim=1).mean(0).numpy()
+    np.testing.assert_allclose(maps["dog"][0].reshape(-1), expected, atol=1e-4)
+
+
+def test_tiles_stand_as_the_model_lays_them_out():
+    processor = tiny.build("llava_next").processor
+    assert tile_layout(processor, (56, 112), 3) == (1, 2)
+    assert tile_layout(processor, (112, 56), 3) == (2, 1)
+    assert tile_layout(tiny.build("llava").processor, (64, 96), 1) is None
+
+
+def test_show_draws_methods_and_budgets_in_one_figure_with_hatched_padding():
+    built, picture = tiny.build("llava_next"), tiny.picture(120, 50)
+    question = "Is there a dog?"
+    inputs = built.inputs([question], [[picture]])
+    figures = draw(built.model, built.processor, inputs, picture, question, [StackTok, VisionZip], [12, 5])
+    assert set(figures) == {"kept", "relevance", "nominees", "trajectory"}
+    svg = saved(figures["kept"]).decode()
+    assert RELEVANCE in svg or COVERAGE in svg
+    spots = [axes for axes in figures["kept"].axes if axes.images]
+    titles = [axes.get_title() for axes in spots]
+    assert sum(title.startswith("base view: ") for title in titles) == 4
+    assert any(patch.get_hatch() for axes in spots for patch in axes.patches)
+    words = [axes.get_title() for axes in figures["relevance"].axes if axes.get_title()]
+    assert words == ["there", "dog"]
+    for figure in figures.values():
+        assert saved(figure, "png").startswith(b"\x89PNG")
+
+
+def test_a_selection_shows_itself_in_a_notebook():
+    record = selection()
+    page = record._repr_html_()
+    assert page.count("<circle") == sum(record.criterion[i] == "relevance" for i in range(record.k))
+    assert page.count("<title>") == record.k
+    assert "Selection(12 of 36 tokens" in page
+    assert grid_of(36) == (6, 6)
+    assert grid_of(24) == (6, 4)
+    assert grid_of(7) == (2, 6)
+    assert grid_of(1) == (1, 1)
