@@ -65,6 +65,29 @@ def test_no_admissible_swap_is_left_when_passes_are_unlimited(backend, make, k, 
     assert accepted > 0
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_best_of_several_admissible_replacements_is_taken(backend):
+    several = 0
+    for seed in range(6):
+        a_qv, a_vv = focused(seed, n=30, m=20)
+        settings = {"strictness": 0.5, "swap_passes": None, "backend": backend}
+        selection = stacktok.select_from_affinities(a_qv, a_vv, 6, **settings)
+        target = 0.5 * naive.reference(a_vv, range(30), 6)[-1]
+        kept, swaps = naive.refine(a_qv, a_vv, selection.order.tolist(), range(30), target, 1e-6, None)
+        assert selection.indices.tolist() == kept
+        assert [tuple(swap) for swap in selection.swaps] == swaps
+        before = sorted(selection.order.tolist())
+        for out, *_ in swaps[:1]:
+            options = [
+                into
+                for into in set(range(30)) - set(before)
+                if naive.admissible(a_qv, a_vv, before, out, into, target, 1e-6)
+            ]
+            several += len(options) > 1
+    # Cases with a single way out would not tell the best from the first.
+    assert several > 0
+
+
 def test_swaps_never_push_coverage_below_the_floor():
     for seed in range(8):
         a_qv, a_vv = focused(seed)

@@ -69,8 +69,8 @@ class _Kernel:
     def _say_why(self) -> None:
         # What was found on disk is not compiled, however slowly a busy machine loads it.
         if not _said_why.is_set() and sum(self._function.stats.cache_misses.values()):
-            _said_why.set()
             _log.warning("compiling the selector for this machine; this happens once, later runs load it from disk")
+            _said_why.set()
 
 
 @_Kernel
