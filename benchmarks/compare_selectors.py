@@ -1,10 +1,12 @@
 """What selectors keep of the embedded model's accuracy: every variant, budget and position policy, item by item.
 
-    python benchmarks/compare_selectors.py --model FOLDER --out DIR [--split test] [--scenes 300] [--variants NAME ...]
+    python benchmarks/compare_selectors.py --model FOLDER --out DIR [--split test] [--scenes 280] [--variants NAME ...]
 
 Scenes are taken in chunks; each chunk is one result file, written whole, with the outcome of every question under
-every cell. A killed run loses at most one chunk, and a second start does what is missing: cells that a file does not
-have yet are added to it. Pictures are encoded once per chunk; prefixes of one selection serve all budgets.
+every cell. A killed run loses at most one variant of a chunk, and a second start does what is missing: cells that a
+file does not have yet are added to it. Several runs may share a folder if their scenes (`--first`, `--scenes`) differ.
+Pictures are encoded once per chunk; prefixes of one selection serve all budgets. Methods that work inside the language
+model are asked through the runtime, at the positions that they keep.
 """
 
 from __future__ import annotations
@@ -19,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import stacktok
 from stacktok.core.tokens import EncodedImage, Reduction
+from stacktok.evaluation.answering import Answerer, question_prompt
 from stacktok.evaluation.loop import Loop, Prompt
+from stacktok.methods import FastV, SparseVLM
+from stacktok.methods.base import Method
 from stacktok.scenes import DETAIL, STANDARD, make_scene, questions, render, seed_for
 
 BUDGETS = (192, 128, 64, 32, 16, 8)
@@ -36,9 +39,9 @@ CHUNK = 20
 class Case:
     """A question with what its image's other questions share."""
 
+    picture: Any
     prompt: Prompt
     prepared: stacktok.PreparedImage | stacktok.PreparedCrops
-    seed: int
 
 
 Reduce = Callable[[Case], dict[int, Reduction]]
@@ -55,12 +58,20 @@ def stacktok_variant(**settings: Any) -> Reduce:
 
     def reduce(case: Case) -> dict[int, Reduction]:
         image, query = case.prompt.image, case.prompt.query
-        if settings.get("target") == "final" or settings.get("allocation", "shared") != "shared":
+        if _depends_on_budget(settings):
             return {k: keep(image, case.prepared.select(query, k, **settings)) for k in BUDGETS}
         whole = case.prepared.select(query, max(BUDGETS), **settings)
         return {k: keep(image, whole.prefix(k, refine=True)) for k in BUDGETS}
 
     return reduce
+
+
+def _depends_on_budget(settings: dict[str, Any]) -> bool:
+    return (
+        settings.get("target") == "final"
+        or settings.get("allocation", "shared") != "shared"
+        or settings.get("relevance_depth") == "auto"
+    )
 
 
 def method_variant(name: str, **arguments: Any) -> Reduce:
@@ -75,6 +86,15 @@ def method_variant(name: str, **arguments: Any) -> Reduce:
     return reduce
 
 
+def base_view(case: Case) -> dict[int, Reduction]:
+    """All of the first crop and nothing of the tiles, whatever the budget: what do the tiles add?"""
+    image = case.prompt.image
+    kept = [
+        np.arange(len(crop.vision)) if c == 0 else np.empty(0, dtype=np.int64) for c, crop in enumerate(image.crops)
+    ]
+    return dict.fromkeys(BUDGETS, image.keep(kept))
+
+
 ALPHAS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
 MAIN: dict[str, Reduce] = {
     "random": method_variant("RandomTokens"),
@@ -82,8 +102,13 @@ MAIN: dict[str, Reduce] = {
     "average pooling": method_variant("AveragePool"),
     "VisionZip": method_variant("VisionZip"),
     "DivPrune": method_variant("DivPrune"),
+    "CDPruner": method_variant("CDPruner"),
     "MMTok": method_variant("MMTok"),
     "StackTok": stacktok_variant(),
+}
+INSIDE: dict[str, Callable[[int], Method]] = {
+    "FastV": lambda k: FastV(budget=k),
+    "SparseVLM": lambda k: SparseVLM(budget=k),
 }
 DEPTHS: dict[str, Reduce] = {
     f"StackTok, depth {depth or 'unlimited'}": stacktok_variant(relevance_depth=depth) for depth in (2, 4, 8, 16, None)
@@ -103,11 +128,13 @@ ABLATIONS: dict[str, Reduce] = {
         for alpha in ALPHAS
     },
 }
+AUTO: dict[str, Reduce] = {"StackTok, depth auto": stacktok_variant(relevance_depth="auto")}
 CROPS: dict[str, Reduce] = {
+    "base view alone": base_view,
     "uniform quotas": stacktok_variant(allocation="uniform"),
     "initial-h-proportional quotas": stacktok_variant(allocation="proportional"),
 }
-VARIANTS = MAIN | DEPTHS | ABLATIONS | CROPS
+VARIANTS = MAIN | DEPTHS | AUTO | ABLATIONS | CROPS
 FULL = "all tokens"
 
 
@@ -130,7 +157,7 @@ def load_cases(loop: Loop, scenes: list[Any]) -> tuple[list[Case], list[dict[str
         else:
             prepared = stacktok.prepare_crops(crops)
         for question in questions(scene):
-            cases.append(Case(loop.prompt(picture, encoded, question.text), prepared, scene.seed))
+            cases.append(Case(picture, loop.prompt(picture, encoded, question.text), prepared))
             items.append(
                 {
                     "scene": scene.seed,
@@ -145,14 +172,31 @@ def load_cases(loop: Loop, scenes: list[Any]) -> tuple[list[Case], list[dict[str
 
 def outcome(
     loop: Loop, cases: list[Case], items: list[dict[str, Any]], kept: list[Reduction | None], positions: Any, batch: int
-) -> list[int]:
-    """1 where the answer is right, 0 where it is not."""
+) -> str:
+    """A digit per question: 1 where the answer is right, 0 where it is not."""
     right: list[int] = []
     for first in range(0, len(cases), batch):
         part = slice(first, first + batch)
         given = loop.answers([case.prompt for case in cases[part]], kept[part], positions)
         right += [int(text == item["answer"]) for text, item in zip(given, items[part], strict=True)]
-    return right
+    return "".join(map(str, right))
+
+
+def outcome_inside(
+    answerer: Answerer, cases: list[Case], items: list[dict[str, Any]], method: Method, batch: int
+) -> str:
+    """As `outcome`, for a method that works inside the language model."""
+    right: list[int] = []
+    with answerer.pruned(method):
+        for first in range(0, len(cases), batch):
+            part = slice(first, first + batch)
+            prompts = [
+                question_prompt(case.picture, item["question"])
+                for case, item in zip(cases[part], items[part], strict=True)
+            ]
+            given = answerer.answer(prompts, max_new_tokens=5, do_sample=False)
+            right += [int(a.text.strip() == item["answer"]) for a, item in zip(given, items[part], strict=True)]
+    return "".join(map(str, right))
 
 
 def gate_facts(selection: Any) -> dict[str, Any]:
@@ -168,41 +212,44 @@ def gate_facts(selection: Any) -> dict[str, Any]:
 
 
 def run_chunk(
-    path: Path, loop: Loop, scenes: list[Any], names: list[str], policies: list[str], batch: int
-) -> Callable[[], None]:
+    path: Path, answerer: Answerer, scenes: list[Any], names: list[str], policies: list[str], batch: int
+) -> None:
     """Bring one result file up to date."""
     done: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"cells": {}, "gate": {}, "seconds": {}}
-    wanted = [
-        name
-        for name in names
-        if any(cell_name(name, k, positions) not in done["cells"] for k in BUDGETS for positions in policies)
-    ]
-    if not wanted and FULL in done["cells"]:
-        return lambda: None
+
+    def missing(name: str) -> list[tuple[int, str]]:
+        wanted = ["kept"] if name in INSIDE else policies
+        return [(k, p) for k in BUDGETS for p in wanted if cell_name(name, k, p) not in done["cells"]]
+
+    if FULL in done["cells"] and not any(missing(name) for name in names):
+        return
+    loop = Loop(answerer.model, answerer.processor)
     cases, items = load_cases(loop, scenes)
     done.setdefault("items", items)
     if done["items"] != items:
         raise ValueError(f"{path} holds other questions than these scenes give; use another --out")
     if FULL not in done["cells"]:
         done["cells"][FULL] = outcome(loop, cases, items, [None] * len(cases), "compact", batch)
-    for name in wanted:
-        start = time.perf_counter()
-        reduced = [VARIANTS[name](case) for case in cases]
-        done["seconds"][name] = round((time.perf_counter() - start) / len(cases), 6)
-        if name == "StackTok":
-            done["gate"] = {str(k): [gate_facts(one[k].record) for one in reduced] for k in BUDGETS}
-        for k in BUDGETS:
-            for positions in policies:
-                cell = cell_name(name, k, positions)
-                if cell not in done["cells"]:
-                    done["cells"][cell] = outcome(loop, cases, items, [one[k] for one in reduced], positions, batch)
-
-    def save() -> None:
+    for name in names:
+        cells = missing(name)
+        if not cells:
+            continue
+        if name in INSIDE:
+            for k, positions in cells:
+                right = outcome_inside(answerer, cases, items, INSIDE[name](k), batch)
+                done["cells"][cell_name(name, k, positions)] = right
+        else:
+            start = time.perf_counter()
+            reduced = [VARIANTS[name](case) for case in cases]
+            done["seconds"][name] = round((time.perf_counter() - start) / len(cases), 6)
+            if name == "StackTok":
+                done["gate"] = {str(k): [gate_facts(one[k].record) for one in reduced] for k in BUDGETS}
+            for k, positions in cells:
+                right = outcome(loop, cases, items, [one[k] for one in reduced], positions, batch)
+                done["cells"][cell_name(name, k, positions)] = right
         part = path.with_suffix(".part")
         part.write_text(json.dumps(done))
         os.replace(part, path)
-
-    return save
 
 
 def main() -> None:
@@ -212,23 +259,25 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--split", choices=("dev", "test"), default="test")
     parser.add_argument("--style", choices=("standard", "detail"), default="standard")
-    parser.add_argument("--scenes", type=int, default=300)
-    parser.add_argument("--variants", nargs="*", default=list(MAIN | DEPTHS | ABLATIONS), choices=list(VARIANTS))
+    parser.add_argument("--first", type=int, default=0, help="number of the first scene")
+    parser.add_argument("--scenes", type=int, default=280)
+    names = [*VARIANTS, *INSIDE]
+    default = [*MAIN, *INSIDE, *DEPTHS, *AUTO, *ABLATIONS]
+    parser.add_argument("--variants", nargs="*", default=default, choices=names, metavar="NAME")
     parser.add_argument("--positions", nargs="*", default=["compact", "kept"], choices=["compact", "kept"])
     parser.add_argument("--batch", type=int, default=40)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    processor = AutoProcessor.from_pretrained(arguments.model)
-    model = AutoModelForImageTextToText.from_pretrained(arguments.model, dtype=torch.float32).eval()
-    loop = Loop(model, processor)
+    answerer = Answerer(str(arguments.model), dtype="float32", device="cpu")
     style = {"standard": STANDARD, "detail": DETAIL}[arguments.style]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    last = arguments.first + arguments.scenes
     with Progress(*columns) as progress:
-        for first in progress.track(range(0, arguments.scenes, CHUNK), description="chunks of scenes"):
-            count = min(CHUNK, arguments.scenes - first)
+        for first in progress.track(range(arguments.first, last, CHUNK), description="chunks of scenes"):
+            count = min(CHUNK, last - first)
             scenes = [make_scene(seed_for(arguments.split, first + index), style) for index in range(count)]
             path = arguments.out / f"{arguments.split}-{first:05d}-{count}.json"
-            run_chunk(path, loop, scenes, arguments.variants, arguments.positions, arguments.batch)()
+            run_chunk(path, answerer, scenes, arguments.variants, arguments.positions, arguments.batch)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from compare_selectors import ABLATIONS, ALPHAS, BUDGETS, CROPS, DEPTHS, FULL, MAIN, cell_name
+from compare_selectors import ABLATIONS, ALPHAS, AUTO, BUDGETS, CROPS, DEPTHS, FULL, INSIDE, MAIN, cell_name
 from stacktok.evaluation.retention import retention
 from stacktok.evaluation.statistics import paired_comparison
 
@@ -52,7 +52,10 @@ class Results:
         names = [name for name in chunks[0]["cells"] if all(name in chunk["cells"] for chunk in chunks)]
         return cls(
             items=[item for chunk in chunks for item in chunk["items"]],
-            cells={name: np.concatenate([chunk["cells"][name] for chunk in chunks]).astype(float) for name in names},
+            cells={
+                name: np.array([digit == "1" for chunk in chunks for digit in chunk["cells"][name]], dtype=float)
+                for name in names
+            },
             gate={str(k): [fact for chunk in chunks for fact in chunk["gate"].get(str(k), [])] for k in BUDGETS},
         )
 
@@ -174,32 +177,33 @@ def main() -> None:
     arguments = parser.parse_args()
     results = Results.load(arguments.results)
     full = results.cells[FULL]
-    main_names, depths = list(MAIN), ["StackTok", *DEPTHS]
+    main_names, generalised = [*MAIN, *INSIDE], [*DEPTHS, *AUTO]
     filled = {
         "questions": str(len(results.items)),
         "scenes": str(int(results.scene.max()) + 1),
         "full accuracy": f"{100 * full.mean():.1f} %",
-        "accuracy 64": accuracies(results, [*main_names, *DEPTHS], 64, "compact"),
-        "accuracy 16": accuracies(results, [*main_names, *DEPTHS], 16, "compact"),
+        "accuracy 64": accuracies(results, [*main_names, *generalised], 64, "compact"),
+        "accuracy 16": accuracies(results, [*main_names, *generalised], 16, "compact"),
     }
     for positions in ("compact", "kept"):
         filled[f"main {positions}"] = retentions(results, main_names, positions)
-        filled[f"depth {positions}"] = retentions(results, depths, positions)
-        filled[f"depth minus stacktok {positions}"] = differences(results, list(DEPTHS), "StackTok", positions)
+        filled[f"depth {positions}"] = retentions(results, ["StackTok", *generalised], positions)
+        filled[f"depth minus stacktok {positions}"] = differences(results, generalised, "StackTok", positions)
         filled[f"ablations {positions}"] = retentions(results, ["StackTok", *ABLATIONS], positions)
         filled[f"ablations minus stacktok {positions}"] = differences(results, list(ABLATIONS), "StackTok", positions)
         if cell_name("MMTok", 64, positions) in results.cells:
-            filled[f"minus mmtok {positions}"] = differences(results, main_names, "MMTok", positions)
+            filled[f"minus mmtok {positions}"] = differences(results, [*main_names, *AUTO], "MMTok", positions)
         if cell_name(f"scalarization, alpha {ALPHAS[0]}", 64, positions) in results.cells:
             filled[f"scalarization {positions}"] = best_scalarization(results, positions)
     for k in BUDGETS:
         filled[f"gate {k}"] = gate(results, k)
     if arguments.next:
         crops = Results.load(arguments.next)
-        names = ["MMTok", "StackTok", *CROPS, *DEPTHS]
+        names = [*MAIN, *CROPS, *generalised]
         filled["next questions"] = str(len(crops.items))
         filled["next main"] = retentions(crops, names, "compact")
-        filled["next minus stacktok"] = differences(crops, [*CROPS, *DEPTHS], "StackTok", "compact")
+        filled["next minus stacktok"] = differences(crops, [*MAIN, *CROPS, *generalised], "StackTok", "compact")
+        filled["next accuracy"] = accuracies(crops, names, BUDGETS[3], "compact")
     text = arguments.words.read_text()
     for name, value in filled.items():
         text = text.replace("{{" + name + "}}", value)
