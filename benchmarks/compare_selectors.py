@@ -6,7 +6,7 @@ Scenes are taken in chunks; each chunk is one result file, written whole, with t
 every cell. A killed run loses at most one variant of a chunk, and a second start does what is missing: cells that a
 file does not have yet are added to it. Several runs may share a folder if their scenes (`--first`, `--scenes`) differ.
 Pictures are encoded once per chunk; prefixes of one selection serve all budgets. Methods that work inside the language
-model are asked through the runtime, at the positions that they keep.
+model are asked through the runtime, at their own position policy.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 import stacktok
 from stacktok.core.tokens import EncodedImage, Reduction
-from stacktok.evaluation.answering import Answerer, question_prompt
 from stacktok.evaluation.loop import Loop, Prompt
 from stacktok.methods import FastV, SparseVLM
 from stacktok.methods.base import Method
@@ -39,7 +42,7 @@ CHUNK = 20
 class Case:
     """A question with what its image's other questions share."""
 
-    picture: Any
+    inputs: dict[str, Any]
     prompt: Prompt
     prepared: stacktok.PreparedImage | stacktok.PreparedCrops
 
@@ -106,9 +109,12 @@ MAIN: dict[str, Reduce] = {
     "MMTok": method_variant("MMTok"),
     "StackTok": stacktok_variant(),
 }
-INSIDE: dict[str, Callable[[int], Method]] = {
-    "FastV": lambda k: FastV(budget=k),
-    "SparseVLM": lambda k: SparseVLM(budget=k),
+# Methods inside the language model, each at its own position policy. Two of four layers on all tokens leave FastV no
+# average to meet, so its budget is what stays after the cut.
+INSIDE: dict[str, tuple[Callable[[int], Method], str]] = {
+    "FastV": (lambda k: FastV(budget=k, counting="kept"), "kept"),
+    "SparseVLM": (lambda k: SparseVLM(budget=k), "compact"),
+    "SparseVLM +": (lambda k: SparseVLM(budget=k, variant="+"), "kept"),
 }
 DEPTHS: dict[str, Reduce] = {
     f"StackTok, depth {depth or 'unlimited'}": stacktok_variant(relevance_depth=depth) for depth in (2, 4, 8, 16, None)
@@ -157,7 +163,7 @@ def load_cases(loop: Loop, scenes: list[Any]) -> tuple[list[Case], list[dict[str
         else:
             prepared = stacktok.prepare_crops(crops)
         for question in questions(scene):
-            cases.append(Case(picture, loop.prompt(picture, encoded, question.text), prepared))
+            cases.append(Case(encoded[2], loop.prompt(picture, encoded, question.text), prepared))
             items.append(
                 {
                     "scene": scene.seed,
@@ -182,21 +188,47 @@ def outcome(
     return "".join(map(str, right))
 
 
+@torch.inference_mode()
 def outcome_inside(
-    answerer: Answerer, cases: list[Case], items: list[dict[str, Any]], method: Method, batch: int
-) -> str:
-    """As `outcome`, for a method that works inside the language model."""
+    loop: Loop, cases: list[Case], items: list[dict[str, Any]], method: Method, batch: int
+) -> tuple[str, float]:
+    """As `outcome`, for a method inside the language model; and its visual tokens per layer, averaged."""
     right: list[int] = []
-    with answerer.pruned(method):
+    tokens: list[float] = []
+    with method(loop.model, loop.processor) as run:
         for first in range(0, len(cases), batch):
-            part = slice(first, first + batch)
-            prompts = [
-                question_prompt(case.picture, item["question"])
-                for case, item in zip(cases[part], items[part], strict=True)
-            ]
-            given = answerer.answer(prompts, max_new_tokens=5, do_sample=False)
-            right += [int(a.text.strip() == item["answer"]) for a, item in zip(given, items[part], strict=True)]
-    return "".join(map(str, right))
+            part = cases[first : first + batch]
+            texts = loop.processor.tokenizer.pad(
+                {"input_ids": [case.prompt.ids.tolist() for case in part]}, padding_side="left", return_tensors="pt"
+            )
+            images = {name: torch.cat([case.inputs[name] for case in part]) for name in part[0].inputs}
+            output = loop.model.generate(**texts, **images, max_new_tokens=loop.max_new_tokens, do_sample=False)
+            given = loop.processor.batch_decode(output[:, texts["input_ids"].shape[1] :], skip_special_tokens=True)
+            wanted = [item["answer"] for item in items[first : first + batch]]
+            right += [int(text.strip() == answer) for text, answer in zip(given, wanted, strict=True)]
+            tokens += [result.average for result in run.last]
+    return "".join(map(str, right)), round(float(np.mean(tokens)), 2)
+
+
+@contextmanager
+def remembered_tower(model: Any) -> Iterator[None]:
+    """Let the vision tower encode a picture once, however often it is shown while the block lasts."""
+    tower = model.model.vision_tower
+    stock, known = tower.forward, {}
+
+    def forward(pixel_values: torch.Tensor, **options: Any) -> Any:
+        keys = [hash(picture.numpy().tobytes()) for picture in pixel_values]
+        for index, key in enumerate(keys):
+            if key not in known:
+                known[key] = stock(pixel_values[index : index + 1], **options).hidden_states
+        states = tuple(torch.cat(layer) for layer in zip(*(known[key] for key in keys), strict=True))
+        return BaseModelOutputWithPooling(last_hidden_state=states[-1], hidden_states=states)
+
+    tower.forward = forward
+    try:
+        yield
+    finally:
+        tower.forward = stock
 
 
 def gate_facts(selection: Any) -> dict[str, Any]:
@@ -211,19 +243,18 @@ def gate_facts(selection: Any) -> dict[str, Any]:
     }
 
 
-def run_chunk(
-    path: Path, answerer: Answerer, scenes: list[Any], names: list[str], policies: list[str], batch: int
-) -> None:
+def run_chunk(path: Path, loop: Loop, scenes: list[Any], names: list[str], policies: list[str], batch: int) -> None:
     """Bring one result file up to date."""
-    done: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"cells": {}, "gate": {}, "seconds": {}}
+    done: dict[str, Any] = {"cells": {}, "gate": {}, "seconds": {}, "tokens per layer": {}}
+    if path.exists():
+        done = json.loads(path.read_text())
 
     def missing(name: str) -> list[tuple[int, str]]:
-        wanted = ["kept"] if name in INSIDE else policies
+        wanted = [INSIDE[name][1]] if name in INSIDE else policies
         return [(k, p) for k in BUDGETS for p in wanted if cell_name(name, k, p) not in done["cells"]]
 
     if FULL in done["cells"] and not any(missing(name) for name in names):
         return
-    loop = Loop(answerer.model, answerer.processor)
     cases, items = load_cases(loop, scenes)
     done.setdefault("items", items)
     if done["items"] != items:
@@ -235,9 +266,11 @@ def run_chunk(
         if not cells:
             continue
         if name in INSIDE:
-            for k, positions in cells:
-                right = outcome_inside(answerer, cases, items, INSIDE[name](k), batch)
-                done["cells"][cell_name(name, k, positions)] = right
+            with remembered_tower(loop.model):
+                for k, positions in cells:
+                    right, tokens = outcome_inside(loop, cases, items, INSIDE[name][0](k), batch)
+                    done["cells"][cell_name(name, k, positions)] = right
+                    done["tokens per layer"][cell_name(name, k, positions)] = tokens
         else:
             start = time.perf_counter()
             reduced = [VARIANTS[name](case) for case in cases]
@@ -268,7 +301,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=40)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    answerer = Answerer(str(arguments.model), dtype="float32", device="cpu")
+    processor = AutoProcessor.from_pretrained(arguments.model)
+    loop = Loop(AutoModelForImageTextToText.from_pretrained(arguments.model, dtype=torch.float32).eval(), processor)
     style = {"standard": STANDARD, "detail": DETAIL}[arguments.style]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     last = arguments.first + arguments.scenes
@@ -277,7 +311,7 @@ def main() -> None:
             count = min(CHUNK, last - first)
             scenes = [make_scene(seed_for(arguments.split, first + index), style) for index in range(count)]
             path = arguments.out / f"{arguments.split}-{first:05d}-{count}.json"
-            run_chunk(path, answerer, scenes, arguments.variants, arguments.positions, arguments.batch)
+            run_chunk(path, loop, scenes, arguments.variants, arguments.positions, arguments.batch)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ class Results:
     items: list[dict[str, Any]]
     cells: dict[str, Floats]
     gate: dict[str, list[dict[str, Any]]]
+    tokens: dict[str, float]
 
     def __post_init__(self) -> None:
         self.families = list(dict.fromkeys(item["family"] for item in self.items))
@@ -57,6 +58,11 @@ class Results:
                 for name in names
             },
             gate={str(k): [fact for chunk in chunks for fact in chunk["gate"].get(str(k), [])] for k in BUDGETS},
+            tokens={
+                name: float(np.mean([chunk["tokens per layer"][name] for chunk in chunks]))
+                for name in chunks[0]["tokens per layer"]
+                if name in names
+            },
         )
 
     def by_family(self, cell: str) -> dict[str, float]:
@@ -157,6 +163,16 @@ def gate(results: Results, budget: int) -> str:
     return table(header, rows)
 
 
+def layer_averages(results: Results) -> str:
+    """Tokens per layer of the methods inside the language model; for all others it is the budget."""
+    rows = []
+    for name, (_, positions) in INSIDE.items():
+        cells = [cell_name(name, k, positions) for k in BUDGETS]
+        if cells[0] in results.tokens:
+            rows.append([name, *(f"{results.tokens[cell]:.0f}" for cell in cells)])
+    return table(["tokens per layer", *map(str, BUDGETS)], rows)
+
+
 def best_scalarization(results: Results, positions: str) -> str:
     """The best fixed alpha of every budget, chosen on these very questions, beside the gated policy."""
     row = ["best fixed scalarization"]
@@ -181,6 +197,7 @@ def main() -> None:
     filled = {
         "questions": str(len(results.items)),
         "scenes": str(int(results.scene.max()) + 1),
+        "layer averages": layer_averages(results),
         "full accuracy": f"{100 * full.mean():.1f} %",
         "accuracy 64": accuracies(results, [*main_names, *generalised], 64, "compact"),
         "accuracy 16": accuracies(results, [*main_names, *generalised], 16, "compact"),
