@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,13 @@ from playwright.sync_api import Browser, Page, Route
 
 from stacktok.view.engine import Engine
 from tests.view.conftest import served
-from tests.view.test_api import SCRIPT, bomb, file_of, run_of_the_library
+from tests.view.test_api import SCRIPT, bomb, file_of, places_of, run_of_the_library
+
+
+def record_of(engine: Engine, name: str, question: str, budget: int) -> Any:
+    """The selector's record of what the page shows."""
+    return engine.left(engine.picture(name), question, "stacktok", budget).reduction.record
+
 
 WIDTHS = {"desk": (1280, 900), "phone": (390, 844)}
 
@@ -128,12 +135,12 @@ def test_dragging_the_budget_redraws_without_the_model(inspector: Inspector, eng
     assert box is not None
     page.mouse.move(box["x"] + box["width"] * 0.12, box["y"] + box["height"] / 2)
     page.mouse.down()
-    picture, shown = engine.picture("scene-0"), engine.ask("scene-0", engine.samples["scene-0"].questions[0])
+    question = engine.samples["scene-0"].questions[0]
     seen = set()
     for share in (0.02, 0.3, 0.6, 0.9):
         page.mouse.move(box["x"] + box["width"] * share, box["y"] + box["height"] / 2, steps=3)
         budget = int(page.locator("#budget").input_value())
-        kept = engine.selection(picture, shown, "stacktok", budget).indices.tolist()
+        kept = record_of(engine, "scene-0", question, budget).indices.tolist()
         assert [token for _, token in inspector.kept()] == kept
         seen.add(budget)
     page.mouse.up()
@@ -155,7 +162,7 @@ def test_the_answer_is_refreshed_when_the_slider_rests(inspector: Inspector) -> 
 def test_the_film_steps_plays_and_pauses(inspector: Inspector, engine: Engine) -> None:
     page = inspector.page
     question = engine.samples["scene-0"].questions[0]
-    record = engine.selection(engine.picture("scene-0"), engine.ask("scene-0", question), "stacktok", 64)
+    record = record_of(engine, "scene-0", question, 64)
     page.locator("#film").focus()
     page.keyboard.press("Home")
     assert inspector.kept() == []
@@ -181,9 +188,8 @@ def test_the_film_steps_plays_and_pauses(inspector: Inspector, engine: Engine) -
 def test_swaps_are_the_last_frames_of_a_film(browser: Browser, address: str, engine: Engine) -> None:
     for sample in engine.samples.values():
         for question in sample.questions:
-            picture, asked = engine.picture(sample.name), engine.ask(sample.name, question)
             for budget in range(2, 17):
-                record = engine.selection(picture, asked, "stacktok", budget)
+                record = record_of(engine, sample.name, question, budget)
                 if record.swaps:
                     break
             if record.swaps:
@@ -207,7 +213,7 @@ def test_swaps_are_the_last_frames_of_a_film(browser: Browser, address: str, eng
 def test_hovering_tells_when_and_why(inspector: Inspector, engine: Engine) -> None:
     page = inspector.page
     question = engine.samples["scene-0"].questions[0]
-    record = engine.selection(engine.picture("scene-0"), engine.ask("scene-0", question), "stacktok", 64)
+    record = record_of(engine, "scene-0", question, 64)
     box = page.locator(".stage canvas").bounding_box()
     assert box is not None
     cell = box["width"] / 24
@@ -223,17 +229,42 @@ def test_hovering_tells_when_and_why(inspector: Inspector, engine: Engine) -> No
     assert "Point at a token" in page.locator("#token").inner_text()
 
 
+def test_merged_tokens_are_regions(inspector: Inspector, engine: Engine) -> None:
+    page = inspector.page
+    question = engine.samples["scene-0"].questions[0]
+    page.locator(".panel select").first.select_option("visionzip")
+    inspector.settled(method="visionzip")
+    result, _ = run_of_the_library(engine, question, replace(engine.methods["visionzip"], budget=64))
+    regions = {int(result.reduction.anchors[i, 1]): own for i, own in result.reduction.merged.items() if len(own)}
+    token, sources = max(regions.items(), key=lambda entry: len(entry[1]))
+    said = page.locator(".metrics").inner_text()
+    assert f"◆ {len(regions)}" in said
+    assert "without a place 1" in said
+    box = page.locator(".stage canvas").bounding_box()
+    assert box is not None
+    cell = box["width"] / 24
+    page.mouse.move(box["x"] + (token % 24 + 0.5) * cell, box["y"] + (token // 24 + 0.5) * cell)
+    assert f"Made of {len(sources)} tokens" in page.locator("#token").inner_text()
+    other = next(own for own in sources[:, 1].tolist() if own != token)
+    page.mouse.move(box["x"] + (other % 24 + 0.5) * cell, box["y"] + (other // 24 + 0.5) * cell)
+    assert (
+        f"Merged with {len(sources) - 1} others, at the place of token {token}" in page.locator("#token").inner_text()
+    )
+
+
 def test_a_second_method_stands_beside(inspector: Inspector, engine: Engine) -> None:
     page = inspector.page
     question = engine.samples["scene-0"].questions[0]
     page.click("#compare")
-    for method in ("coverage only", "divprune"):
+    for method in ("coverage only", "divprune", "visionzip", "fastv", "sparsevlm"):
         page.locator(".panel select").nth(1).select_option(method)
         inspector.settled(**{"with": method})
-        picture, asked = engine.picture("scene-0"), engine.ask("scene-0", question)
-        (kept,) = engine.indices(picture, asked, method, 64)
-        assert [token for _, token in inspector.kept(1)] == kept.tolist()
+        result, text = run_of_the_library(engine, question, replace(engine.methods[method], budget=64))
+        assert [token for _, token in inspector.kept(1)] == sorted(places_of(result.reduction))
         assert page.locator("#answers tbody tr").count() == 3
+        row = page.locator("#answers tbody tr").nth(1).locator("td").all_inner_texts()
+        assert row[1] == (text or "(nothing)")
+        assert row[2] == ("64" if len(set(result.per_layer)) == 1 else f"{result.average:.1f} mean")
     boxes = [page.locator(".panel").nth(at).bounding_box() for at in (0, 1)]
     assert boxes[0] is not None
     assert boxes[1] is not None
@@ -437,7 +468,7 @@ def test_tiles_show_their_shares(browser: Browser, tiles_address: str, tiles: En
     inspector = Inspector(browser, tiles_address, size).open("#k=30")
     page = inspector.page
     question = tiles.samples["scene-0"].questions[0]
-    record = tiles.selection(tiles.picture("scene-0"), tiles.ask("scene-0", question), "stacktok", 30)
+    record = record_of(tiles, "scene-0", question, 30)
     kept = [[c, token] for c, own in enumerate(record.indices) for token in own.tolist()]
     assert inspector.kept() == kept
     shares = [int(text.split(" ")[0]) for text in page.locator("#tiles .value").all_inner_texts()]

@@ -9,8 +9,16 @@ from dataclasses import dataclass
 
 from stacktok.core.budget import Budget
 from stacktok.evaluation.plan import FULL
-from stacktok.evaluation.statistics import Interval
-from stacktok.evaluation.tables import Difference, Measured, Row, Study, differences, published
+from stacktok.evaluation.scalarization import BEST, Best, best_scalarization
+from stacktok.evaluation.statistics import Comparison, Interval
+from stacktok.evaluation.tables import (
+    Measured,
+    Row,
+    Study,
+    compare_average,
+    differences,
+    published,
+)
 
 MISSING = "–"
 
@@ -41,8 +49,10 @@ class Table:
     notes: tuple[str, ...] = ()
 
 
-def build_report(studies: Sequence[Study], baseline: str | None = None, *, paper: bool = True) -> list[Table]:
-    """All tables of some studies: scores per model, the cross-model table, and the paired comparisons.
+def build_report(
+    studies: Sequence[Study], baseline: str | None = None, *, paper: bool = True, dev: Sequence[Study] = ()
+) -> list[Table]:
+    """All tables of some studies: scores per model, across models, tuned scalarization, and paired comparisons.
 
     Parameters
     ----------
@@ -52,11 +62,16 @@ def build_report(studies: Sequence[Study], baseline: str | None = None, *, paper
         Method against which the others are tested; None leaves the comparisons out.
     paper
         Put the paper's published numbers beside ours.
+    dev
+        Results on other items, on which the coefficient of fixed scalarization is chosen.
     """
     tables = [score_table(study, model.name, paper=paper) for study in studies for model in study.plan.models]
     cross = cross_model_table(studies, paper=paper)
     if cross is not None:
         tables.append(cross)
+    for study in studies:
+        for model in study.plan.models:
+            tables += scalarization_tables(study, model.name, dev, paper=paper)
     if baseline is not None:
         tables += [comparison_table(study, baseline) for study in studies]
     return tables
@@ -141,6 +156,44 @@ def cross_model_table(studies: Sequence[Study], *, paper: bool = True) -> Table 
     return Table("Average retention over models, %", ("Method", *header), tuple(rows))
 
 
+def scalarization_tables(study: Study, model: str, dev: Sequence[Study] = (), *, paper: bool = True) -> list[Table]:
+    """Table A2: fixed scalarization with the best coefficient of every budget, against the reference-gated policy."""
+    gated = [part.name for part in study.plan.methods if part.method == "stacktok" and not part.settings]
+    return [_scalarization(study, model, best, gated, paper=paper) for best in best_scalarization(study, model, dev)]
+
+
+def _scalarization(study: Study, model: str, best: Best, gated: Sequence[str], *, paper: bool) -> Table:
+    budgets = [budget for budget in _budgets(study, model) if budget is not None and budget in best.chosen]
+    shown = [best.chosen[budget] for budget in budgets]
+    rows = [(BEST, *(f"{_average(row.average)}, alpha {alpha:g}" for alpha, row in shown))]
+    for name in gated:
+        own = [study.row(model, name, budget) for budget in budgets]
+        compared = [
+            None if row is None else compare_average(study, row, other)
+            for row, (_, other) in zip(own, shown, strict=True)
+        ]
+        rows.append((name, *(_average(row.average if row else None) for row in own)))
+        rows.append((f"{name} minus best", *map(_difference, compared)))
+    if paper and not best.settings:
+        for name in [BEST, *gated]:
+            printed = [published(model, name, budget).get(None) for budget in budgets]
+            if any(value is not None for value in printed):
+                rows.append((f"{name} (paper)", *map(_number, printed)))
+    where = f"on the results of {best.chosen_on}"
+    if best.chosen_on is None:
+        where = "on the very results shown, which favours it: neither interval nor p-value accounts for that"
+    listed = ", ".join(f"{alpha:g}" for alpha in best.alphas)
+    notes = [f"Average retention in %. Alpha was chosen for every budget from {listed}, {where}."]
+    if best.settings:
+        notes.append(f"Parameters of fixed scalarization besides alpha: {best.settings}.")
+    return Table(
+        f"Fixed scalarization, {model} ({study.plan.name})",
+        ("Variant", *(f"budget {budget}" for budget in budgets)),
+        tuple(rows),
+        notes=tuple(notes),
+    )
+
+
 def comparison_table(study: Study, baseline: str) -> Table:
     """Every method against a baseline: difference, interval, p-value, and whether it means anything."""
     found = differences(study, baseline)
@@ -152,7 +205,7 @@ def comparison_table(study: Study, baseline: str) -> Table:
             entry.benchmark or "Avg.",
             _signed(entry.comparison.difference),
             f"{entry.comparison.p_value:.4f}",
-            _verdict(entry),
+            _verdict(entry.comparison),
         )
         for entry in found
     )
@@ -167,10 +220,16 @@ def comparison_table(study: Study, baseline: str) -> Table:
     )
 
 
-def _verdict(entry: Difference) -> str:
-    if entry.comparison.p_value >= 0.05:
+def _verdict(comparison: Comparison) -> str:
+    if comparison.p_value >= 0.05:
         return "within noise"
-    return "better" if entry.comparison.difference.estimate > 0 else "worse"
+    return "better" if comparison.difference.estimate > 0 else "worse"
+
+
+def _difference(comparison: Comparison | None) -> str:
+    if comparison is None:
+        return MISSING
+    return f"{_signed(comparison.difference)}, p {comparison.p_value:.4f}, {_verdict(comparison)}"
 
 
 def _budgets(study: Study, model: str) -> list[Budget | None]:

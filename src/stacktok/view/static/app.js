@@ -273,7 +273,7 @@ function shown(panel) {
   if (!walk) return null;
   if (!walk.anytime) {
     if (!set) return null;
-    return { crops: set.crops.map((crop) => ({ ...crop, size: crop.indices.length, kept: new Set(crop.indices), owners: Int32Array.from(crop.owners), swaps: [] })), now: null };
+    return { crops: runs.fixed(set, picture.crops.map(({ rows, columns }) => rows * columns)), now: null };
   }
   if (state.frame === null) return { crops: runs.keptAt(walk, state.budget), now: null };
   return runs.frameAt(walk, state.budget, state.frame);
@@ -291,6 +291,7 @@ function draw() {
   let at = 0;
   for (const panel of panels) {
     const view = shown(panel);
+    panel.root.classList.toggle('busy', Boolean(panel.walk && !panel.walk.anytime && (!panel.set || panel.set.budget !== state.budget)));
     if (!view) continue;
     panel.view = view;
     const own = cursor && cursor.panel === panel.at ? cursor : state.frame !== null ? view.now : null;
@@ -316,7 +317,7 @@ function draw() {
 }
 
 function drawMetrics(panel, view) {
-  const counts = { relevance: 0, coverage: 0, other: 0 };
+  const counts = { relevance: 0, coverage: 0, merged: 0, other: 0 };
   const kept = [];
   view.crops.forEach((crop, c) => {
     for (const token of crop.kept) {
@@ -330,10 +331,16 @@ function drawMetrics(panel, view) {
   panel.root.dataset.relevance = one.relevance;
   panel.root.dataset.coverage = one.coverage;
   const part = (label, value) => { const span = element('span', {}, `${label} `); span.append(element('b', {}, String(value))); return span; };
-  const parts = [part('kept', kept.length)];
+  const { set } = panel;
+  const parts = [part('kept', panel.walk.anytime ? kept.length : set.tokens)];
   if (panel.walk.anytime) {
     parts.push(part('●', counts.relevance), part('▲', counts.coverage));
     if (counts.other) parts.push(part('■', counts.other));
+  } else {
+    if (counts.merged) parts.push(part('■', counts.other), part('◆', counts.merged));
+    if (set.tokens > kept.length) parts.push(part('without a place', set.tokens - kept.length));
+    const { alike, text, mean } = runs.layers(set.per_layer);
+    if (!alike) parts.push(part('tokens × layers', text), part('mean', mean.toFixed(1)));
   }
   if (one.relevance !== undefined) parts.push(part('relevance', one.relevance.toFixed(4)), part('coverage', one.coverage.toFixed(4)));
   panel.metrics.replaceChildren(...parts);
@@ -391,11 +398,18 @@ function drawGate(t) {
   $('curves').setAttribute('aria-label', `Coverage, reference and target along the run. ${$('gate').textContent}`);
 }
 
+// A method inside the language model is counted by the mean over its layers, as the others may be too.
+function counted(answer, tokens) {
+  if (!answer) return String(tokens);
+  const { alike, mean } = runs.layers(answer.per_layer);
+  return alike ? String(answer.tokens) : `${mean.toFixed(1)} mean`;
+}
+
 function drawAnswers() {
   const row = (name, answer, tokens) => element('tr', {},
     element('td', {}, name),
     element('td', { class: answer ? 'answer' : 'waiting' }, answer ? answer.answer || '(nothing)' : '…'),
-    element('td', { class: 'num' }, String(answer ? answer.tokens : tokens)),
+    element('td', { class: 'num' }, counted(answer, tokens)),
     element('td', { class: 'num' }, answer ? milliseconds(answer.seconds) : ''));
   $('answers').tBodies[0].replaceChildren(
     ...panels.map((panel) => row(panel.method, panel.answer && panel.answer.budget === state.budget ? panel.answer : null, state.budget)),
