@@ -69,7 +69,8 @@ class Inspector:
                 const settled = document.body.dataset.settled && JSON.parse(document.body.dataset.settled);
                 const link = new URLSearchParams(location.hash.slice(1));
                 if (!settled || settled[1] !== link.get('q') || String(settled[2]) !== link.get('k')) return false;
-                if (settled[0] !== link.get('image') || settled[4] !== (link.get('with') || '')) return false;
+                if (settled[0] !== link.get('image') || settled[3] !== link.get('method')) return false;
+                if (settled[4] !== (link.get('with') || '')) return false;
                 return Object.entries(wanted).every(([name, value]) => link.get(name) === String(value));
             }""",
             arg=state,

@@ -127,10 +127,10 @@ def _crop(picture: Picture, c: int, kept: list[int], scored: dict[int, str], reg
     marks = "".join(_mark(token % columns, token // columns, scored.get(token, "")) for token in kept)
     edges = [edge for region in regions for edge in outline(region, columns)]
     lines = "".join(f"M{a * _CELL} {b * _CELL}L{u * _CELL} {v * _CELL}" for (a, b), (u, v) in edges)
+    borders = f'<path d="{lines}" stroke="{MERGED}" stroke-width="1.5" fill="none"/>' if lines else ""
     return (
         f'<image href="data:image/png;base64,{data}" width="{width}" height="{height}" preserveAspectRatio="none"/>'
-        f'<path d="{dropped}" fill="#fff" fill-opacity="0.72"/>'
-        f'<path d="{lines}" stroke="{MERGED}" stroke-width="1.5" fill="none"/>'
+        f'<path d="{dropped}" fill="#fff" fill-opacity="0.72"/>{borders}'
         f'<g stroke="#fff" stroke-width="1">{marks}</g>'
     )
 

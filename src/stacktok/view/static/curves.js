@@ -22,6 +22,7 @@ export class Curves {
   setRun(crop, other, names) {
     this.crop = crop;
     if (this.plot) this.plot.destroy();
+    this.plot = null;
     this.root.replaceChildren();
     if (!crop) return;
     const steps = Array.from(crop.coverage, (_, t) => t);
