@@ -137,6 +137,9 @@ def test_every_method_on_offer_keeps_what_its_own_run_keeps(which: str, request:
             state = {"image": "scene-0", "question": question, "method": name, "budget": budget}
             kept = api.post("/api/kept", **state).json()
             assert kept["tokens"] == len(result.reduction), name
+            placed = sum(len(crop["indices"]) for crop in kept["crops"])
+            assert kept["tokens"] == placed + kept["cls"] + kept["separators"], name
+            assert kept["separators"] == int((result.reduction.anchors[:, 0] < 0).sum()), name
             assert tuple(kept["per_layer"]) == result.per_layer, name
             for c, (crop, unit) in enumerate(zip(kept["crops"], engine.picture("scene-0").units, strict=True)):
                 assert crop["indices"] == sorted(places_of(result.reduction, c)), name

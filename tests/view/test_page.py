@@ -14,6 +14,7 @@ from PIL import Image
 from playwright.sync_api import Browser, Page, Route
 
 from stacktok.view.engine import Engine
+from tests import tiny
 from tests.view.conftest import served
 from tests.view.test_api import SCRIPT, bomb, file_of, places_of, run_of_the_library
 
@@ -35,6 +36,12 @@ def address(engine: Engine) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def tiles_address(tiles: Engine) -> Iterator[str]:
     with served(tiles) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def grids_address(grids: Engine) -> Iterator[str]:
+    with served(grids) as found:
         yield found
 
 
@@ -240,7 +247,9 @@ def test_merged_tokens_are_regions(inspector: Inspector, engine: Engine) -> None
     token, sources = max(regions.items(), key=lambda entry: len(entry[1]))
     said = page.locator(".metrics").inner_text()
     assert f"◆ {len(regions)}" in said
-    assert "without a place 1" in said
+    assert "CLS 1" in said
+    assert page.locator("#film").is_disabled()
+    assert page.locator("#curves").is_hidden()
     box = page.locator(".stage canvas").bounding_box()
     assert box is not None
     cell = box["width"] / 24
@@ -479,3 +488,45 @@ def test_tiles_show_their_shares(browser: Browser, tiles_address: str, tiles: En
     assert f"At {record.crops[2].k} tokens" in page.locator("#gate").inner_text()
     assert page.evaluate(LAYOUT) == []
     inspector.close()
+
+
+@pytest.mark.parametrize("size", WIDTHS)
+def test_a_picture_of_any_shape_lies_on_its_own_grid(
+    browser: Browser, grids_address: str, grids: Engine, size: str
+) -> None:
+    inspector = Inspector(browser, grids_address, size).open("#k=9&with=visionzip")
+    page = inspector.page
+    file = {"name": "own.png", "mimeType": "image/png", "buffer": file_of(tiny.picture(230, 120))}
+    page.set_input_files("#file", file)
+    page.wait_for_function("() => location.hash.includes('image=file-')")
+    inspector.settled()
+    assert page.locator("#of").inner_text() == "of 32"
+    box = page.locator(".stage canvas").first.bounding_box()
+    assert box is not None
+    assert box["width"] / box["height"] == pytest.approx(8 / 4, rel=0.01)
+    name = str(page.evaluate("new URLSearchParams(location.hash.slice(1)).get('image')"))
+    question = page.locator("#question").input_value()
+    record = record_of(grids, name, question, 9)
+    assert [token for _, token in inspector.kept()] == record.indices.tolist()
+    cell = box["width"] / 8
+    token = int(record.indices[-1])
+    page.mouse.move(box["x"] + (token % 8 + 0.5) * cell, box["y"] + (token // 8 + 0.5) * cell)
+    assert f"Token {token}: row {token // 8 + 1}, column {token % 8 + 1}" in page.locator("#token").inner_text()
+    assert page.evaluate(LAYOUT) == []
+    inspector.close()
+
+
+def test_the_film_follows_the_panel_that_has_steps(inspector: Inspector) -> None:
+    page = inspector.page
+    page.locator(".panel select").first.select_option("divprune")
+    inspector.settled(method="divprune")
+    assert page.locator("#play").is_disabled()
+    page.click("#compare")
+    inspector.settled(**{"with": "stacktok"})
+    assert page.locator("#play").is_enabled()
+    alone = inspector.kept(0)
+    page.locator("#back").click()
+    assert len(inspector.kept(1)) == 63
+    assert inspector.kept(0) == alone
+    assert "next pick by" in page.locator("#gate").inner_text()
+    assert page.locator("#curves").is_visible()

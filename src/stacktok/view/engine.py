@@ -21,7 +21,7 @@ from stacktok.core.coverage import coverage_sum
 from stacktok.core.crops import Crop, PreparedCrops, prepare_crops
 from stacktok.core.record import CropSelection, Selection
 from stacktok.core.selection import PreparedImage, prepare
-from stacktok.core.tokens import EncodedImage, Ints, Reduction
+from stacktok.core.tokens import SEPARATOR, EncodedImage, Ints, Reduction
 from stacktok.figures.seen import seen_pictures
 from stacktok.methods.base import FeatureMethod, Method
 from stacktok.methods.stacktok import StackTok
@@ -101,15 +101,16 @@ class Left:
     @property
     def placed(self) -> list[int]:
         """Output tokens that stand for a place of the picture: neither separators nor CLS."""
-        return [i for i, sources in enumerate(self.reduction.sources) if len(sources)]
+        crops = self.reduction.anchors[:, 0].tolist()
+        return [i for i, sources in enumerate(self.reduction.sources) if len(sources) and crops[i] != SEPARATOR]
 
     @property
     def merged(self) -> list[dict[str, Any]]:
-        """Output tokens that were made of several: their own (crop, token) pair, and the pairs of their sources."""
+        """Output tokens made of several: their own (crop, token) pair, and the pairs of their sources."""
         return [
-            {"token": self.reduction.anchors[i].tolist(), "sources": self.reduction.merged[i].tolist()}
-            for i in self.placed
-            if i in self.reduction.merged
+            {"token": self.reduction.anchors[i].tolist(), "sources": sources.tolist()}
+            for i, sources in self.reduction.merged.items()
+            if len(sources)
         ]
 
 
@@ -250,6 +251,8 @@ class Engine:
             "method": method,
             "budget": budget,
             "tokens": len(left.reduction),
+            "separators": len(left.reduction) - left.reduction.tokens,
+            "cls": left.reduction.tokens - len(left.placed),
             "crops": crops,
             "merged": left.merged,
             "per_layer": list(left.per_layer),

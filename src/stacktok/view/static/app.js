@@ -260,9 +260,12 @@ function buildTiles() {
   )));
 }
 
+// The panels whose runs have steps; the film, the curves and the tiles' sizes follow the first of them.
+const stepped = () => panels.filter(({ walk }) => walk && walk.anytime);
+
 function buildCurves() {
-  const [first, second] = panels.map(({ walk }) => (walk && walk.anytime ? walk.crops[state.crop] : null));
-  curves.setRun(first, second, panels.map(({ method }) => method));
+  const [first, second] = stepped().map(({ walk }) => walk.crops[state.crop]);
+  curves.setRun(first, second, stepped().map(({ method }) => method));
   $('which').textContent = picture.crops.length > 1 ? `· view ${state.crop + 1} of ${picture.crops.length}` : '';
 }
 
@@ -282,7 +285,9 @@ function shown(panel) {
 function draw() {
   if (!picture || !panels.length || !panels[0].walk) return;
   performance.mark('draw');
-  const last = panels[0].walk.anytime ? runs.frames(panels[0].walk, state.budget) : state.budget;
+  const [leader] = stepped();
+  const last = leader ? runs.frames(leader.walk, state.budget) : state.budget;
+  for (const name of ['film', 'back', 'play', 'forth']) $(name).disabled = !leader;
   if (state.frame !== null && state.frame > last) state.frame = last;
   const frame = state.frame === null ? last : state.frame;
   for (const input of [$('budget'), $('count')]) if (document.activeElement !== input || input.type === 'range') input.value = state.budget;
@@ -303,7 +308,7 @@ function draw() {
       heat: word ? view.crops.map((_, c) => runs.wordHeat(panel.walk, word, c)) : null,
     });
     drawMetrics(panel, view);
-    if (!panel.at) at = view.crops[state.crop].size;
+    if (panel === leader) at = view.crops[state.crop].size;
   }
   drawToken();
   drawWords();
@@ -338,7 +343,8 @@ function drawMetrics(panel, view) {
     if (counts.other) parts.push(part('■', counts.other));
   } else {
     if (counts.merged) parts.push(part('■', counts.other), part('◆', counts.merged));
-    if (set.tokens > kept.length) parts.push(part('without a place', set.tokens - kept.length));
+    if (set.cls) parts.push(part('CLS', set.cls));
+    if (set.separators) parts.push(part('newlines', set.separators));
     const { alike, text, mean } = runs.layers(set.per_layer);
     if (!alike) parts.push(part('tokens × layers', text), part('mean', mean.toFixed(1)));
   }
@@ -387,11 +393,12 @@ function drawTiles() {
 }
 
 function drawGate(t) {
-  const { walk, method } = panels[0];
-  if (!walk.anytime) {
-    $('gate').textContent = `${method} follows no curves.`;
+  const [leader] = stepped();
+  if (!leader) {
+    $('gate').textContent = `${panels[0].method} keeps its tokens without a support target: there are no steps to show.`;
     return;
   }
+  const { walk } = leader;
   const crop = walk.crops[state.crop];
   const next = t < crop.k ? `; next pick by ${crop.criterion[t]}` : '';
   $('gate').textContent = `At ${t} tokens: coverage ${crop.coverage[t].toFixed(4)}, reference ${crop.reference[t].toFixed(4)}, target ${crop.target[t].toFixed(4)} (strictness ${crop.strictness.toFixed(3)})${next}.`;
@@ -439,6 +446,7 @@ function stop() {
 }
 
 function step(by) {
+  if (!stepped().length) return false;
   const last = Number($('film').max);
   state.frame = Math.min(last, Math.max(0, (state.frame === null ? last : state.frame) + by));
   cursor = null;
@@ -447,6 +455,7 @@ function step(by) {
 }
 
 function play() {
+  if (!stepped().length) return;
   if (playing !== null) {
     stop();
     return;

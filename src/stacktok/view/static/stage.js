@@ -79,24 +79,30 @@ export class Stage {
       const own = heat && heat[c];
       const top = own ? own.reduce((a, b) => Math.max(a, b), 1e-12) : 1;
       const rectangles = new Path2D();
+      // Cells end on whole pixels, so that no seams show between them.
+      const edge = (at) => Math.round(at * cell * scale) / scale;
+      const area = (token) => {
+        const [column, row] = [token % crop.columns, Math.floor(token / crop.columns)];
+        return [edge(column), edge(row), edge(column + 1) - edge(column), edge(row + 1) - edge(row)];
+      };
+      if (own) rectangles.rect(0, 0, width, height);
+      for (let token = 0; token < crop.rows * crop.columns; token += 1) {
+        if (!own && !state.kept.has(token)) rectangles.rect(...area(token));
+      }
+      g.fillStyle = veil;
+      g.fill(rectangles);
       for (let token = 0; token < crop.rows * crop.columns; token += 1) {
         const x = (token % crop.columns) * cell;
         const y = Math.floor(token / crop.columns) * cell;
         if (own) {
-          g.fillStyle = veil;
-          g.fillRect(x, y, cell, cell);
           g.globalAlpha = 0.85 * Math.sqrt(own[token] / top);
           g.fillStyle = colours.relevance;
-          g.fillRect(x, y, cell, cell);
+          g.fillRect(...area(token));
           g.globalAlpha = 1;
-        } else if (!state.kept.has(token)) {
-          rectangles.rect(x, y, cell + 0.5, cell + 0.5);
         }
         if (eligible && !eligible.has(token)) hatch(g, x, y, cell, colours.other);
       }
-      g.fillStyle = veil;
-      g.fill(rectangles);
-      if (state.region && !own) drawRegions(g, crop, cell, state);
+      if (state.region && !own) drawRegions(g, crop, cell, state, area);
       if (cursor) this.outline(g, crop, c, cell, state, cursor, colours);
       g.strokeStyle = '#ffffff';
       g.lineWidth = Math.max(0.8, cell * 0.06);
@@ -140,12 +146,12 @@ function trace(g, crop, cell, owners, owner) {
 }
 
 // Every merged token's sources as a tinted region; neighbours in number are far apart in hue.
-function drawRegions(g, crop, cell, state) {
+function drawRegions(g, crop, cell, state, area) {
   state.regions.forEach((_, region) => {
     const hue = `hsl(${Math.round(region * 137.5) % 360} 60% 50%`;
     g.fillStyle = `${hue} / 0.22)`;
     state.region.forEach((own, token) => {
-      if (own === region) g.fillRect((token % crop.columns) * cell, Math.floor(token / crop.columns) * cell, cell, cell);
+      if (own === region) g.fillRect(...area(token));
     });
     g.beginPath();
     trace(g, crop, cell, state.region, region);

@@ -161,7 +161,7 @@ export function explain(walk, c, token, state, k) {
   const region = regionOf(state, token);
   if (region) {
     const itself = kept && region.crop === c && region.token === token;
-    const place = region.crop === c ? `token ${region.token}` : `token ${region.token} of view ${region.crop + 1}`;
+    const place = region.crop < 0 ? 'a newline' : region.crop === c ? `token ${region.token}` : `token ${region.token} of view ${region.crop + 1}`;
     lines.push(['why', itself ? `Made of ${region.size} tokens (outlined).` : `Merged with ${region.size - 1} others, at the place of ${place}.`]);
     if (!itself) return lines;
   } else if (!walk.anytime) {
