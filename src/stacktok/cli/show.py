@@ -86,7 +86,8 @@ def draw(
     from stacktok.models.base import adapter_for
     from stacktok.models.query import word_ids
 
-    rows, first, record = [], None, None
+    rows, first = [], None
+    record: Selection | CropSelection | None = None
     for kind in kinds:
         row = []
         for budget in budgets:
@@ -94,8 +95,10 @@ def draw(
                 model.generate(**inputs, max_new_tokens=1, do_sample=False)
             result = pruned.last[0]
             first = first or result
-            if record is None and isinstance(result.selection, (Selection, CropSelection)):
-                record = result.selection
+            selection = result.selection
+            # The tightest budget has the steps that can be told apart.
+            if isinstance(selection, (Selection, CropSelection)) and (record is None or selection.k < record.k):
+                record = selection
             seen = seen_pictures(picture, result.image, inputs["pixel_values"], processor.image_processor)
             pictures = [np.asarray(view) / 255 for view in seen]
             name = f"{kind.__name__}, {budget}: {result.reduction.tokens} of {result.image.n} tokens"
