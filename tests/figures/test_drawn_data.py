@@ -253,6 +253,21 @@ def test_show_draws_methods_and_budgets_in_one_figure_with_hatched_padding():
         assert saved(figure, "png").startswith(b"\x89PNG")
 
 
+def test_a_picture_in_patches_lies_on_its_grid_with_the_steps_written_on_demand():
+    built, picture = tiny.build("qwen2_5_vl"), tiny.picture(230, 120)
+    question = "Is there a dog?"
+    inputs = built.inputs([question], [[picture]])
+    for numbered in (False, True):
+        figures = draw(built.model, built.processor, inputs, picture, question, [StackTok], [6], numbered=numbered)
+        (axes,) = (axes for axes in figures["kept"].axes if axes.images)
+        (shown,) = axes.images
+        assert shown.get_extent() == [0, 8, 4, 0]
+        assert shown.get_array().shape == (4 * 28, 8 * 28, 3)
+        written = [text.get_text() for text in axes.texts]
+        assert set(written) <= {str(step) for step in range(1, 7)}
+        assert bool(written) == numbered
+
+
 @pytest.mark.parametrize("form", ["svg", "png"])
 def test_the_same_data_give_the_same_bytes_in_another_process(form, tmp_path):
     program = (
