@@ -10,7 +10,7 @@ import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from stacktok.core.coverage import coverage_sum
 from stacktok.core.crops import Crop, PreparedCrops, prepare_crops
 from stacktok.core.record import CropSelection, Selection
 from stacktok.core.selection import PreparedImage, prepare
-from stacktok.core.tokens import SEPARATOR, EncodedImage, Ints, Reduction
+from stacktok.core.tokens import EncodedImage, Ints
 from stacktok.figures.seen import seen_pictures
 from stacktok.methods.base import FeatureMethod, Method
 from stacktok.methods.stacktok import StackTok
@@ -32,6 +32,7 @@ from stacktok.runtime.question import QuestionReader
 from stacktok.runtime.run import PROMPT
 from stacktok.runtime.tower import tapped_tower
 from stacktok.view import trace
+from stacktok.view.held import Asked, Left, Picture, tile_places
 from stacktok.view.jobs import Job
 from stacktok.view.offer import default_methods
 from stacktok.view.pictures import Limits, Refused, decode, png
@@ -39,79 +40,6 @@ from stacktok.view.recent import Recent
 from stacktok.view.samples import Sample
 
 _PICTURES, _QUESTIONS, _ANSWERS = 8, 16, 256
-
-
-@dataclass(eq=False)
-class Picture:
-    """A picture that the model has seen.
-
-    Attributes
-    ----------
-    name
-        Its name in links: of a sample, or of the file's content.
-    image
-        What was sent, in RGB.
-    arguments
-        What the encoder was given.
-    encoded, features
-        As the adapter read the encoder's output, and that output.
-    prepared
-        The coverage side, done.
-    crops
-        What the encoder saw, as PNG, per crop.
-    seconds
-        Time of encoding and of preparing.
-    attended
-        The encoded picture with the tower's attention, by the signal that was read.
-    """
-
-    name: str
-    image: Image.Image
-    arguments: dict[str, Any]
-    encoded: EncodedImage
-    features: Any
-    prepared: PreparedImage | PreparedCrops
-    crops: list[bytes]
-    seconds: dict[str, float]
-    attended: dict[str | None, EncodedImage] = field(default_factory=dict)
-
-    @property
-    def units(self) -> tuple[PreparedImage, ...]:
-        """The prepared image of every crop."""
-        return self.prepared.crops if isinstance(self.prepared, PreparedCrops) else (self.prepared,)
-
-
-@dataclass(eq=False)
-class Asked:
-    """A question on a picture: its words, their embeddings, and the runs that were made for it."""
-
-    words: list[str]
-    rows: list[list[int]]
-    query: torch.Tensor
-    records: dict[str, tuple[Selection | CropSelection, float]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, eq=False)
-class Left:
-    """What a method left of a picture, and the tokens that entered each layer of the language model."""
-
-    reduction: Reduction
-    per_layer: tuple[int, ...]
-
-    @property
-    def placed(self) -> list[int]:
-        """Output tokens that stand for a place of the picture: neither separators nor CLS."""
-        crops = self.reduction.anchors[:, 0].tolist()
-        return [i for i, sources in enumerate(self.reduction.sources) if len(sources) and crops[i] != SEPARATOR]
-
-    @property
-    def merged(self) -> list[dict[str, Any]]:
-        """Output tokens made of several: their own (crop, token) pair, and the pairs of their sources."""
-        return [
-            {"token": self.reduction.anchors[i].tolist(), "sources": sources.tolist()}
-            for i, sources in self.reduction.merged.items()
-            if len(sources)
-        ]
 
 
 class Engine:
@@ -187,7 +115,7 @@ class Engine:
     def describe(self, picture: Picture) -> dict[str, Any]:
         """What the page must know about a picture."""
         sample = self.samples.get(picture.name)
-        rows = _tile_rows(picture.encoded)
+        rows = tile_places(picture.encoded)
         return {
             "image": picture.name,
             "width": picture.image.width,
@@ -292,9 +220,17 @@ class Engine:
 
     def left(self, picture: Picture, question: str, method: str, budget: int, job: Job | None = None) -> Left:
         """What a method leaves at a budget: what `stacktok ask` would keep."""
-        return self._left.get(
-            (picture.name, question, method, budget), lambda: self._leave(picture, question, method, budget, job)
-        )
+        found = self.record(picture, self.ask(picture.name, question), method)
+        if found is None:
+            return self._left.get(
+                (picture.name, question, method, budget), lambda: self._leave(picture, question, method, budget, job)
+            )
+        # Not held: it is had in no time, and its record keeps the picture's affinities alive.
+        begin = time.perf_counter()
+        record = found[0].prefix(min(budget, found[0].k), refine=True)
+        indices = [crop.indices for crop in trace.crop_records(record)]
+        reduction = picture.encoded.keep(indices, record=record).timed(time.perf_counter() - begin)
+        return Left(reduction, (len(reduction),) * self._depth)
 
     @staticmethod
     def indices(picture: Picture, left: Left) -> list[Ints]:
@@ -310,22 +246,18 @@ class Engine:
 
     def _leave(self, picture: Picture, question: str, method: str, budget: int, job: Job | None) -> Left:
         chosen, asked = self.method(method), self.ask(picture.name, question)
-        depth = len(self.adapter.layers(self.model))
-        found = self.record(picture, asked, method)
-        if found is not None:
-            begin = time.perf_counter()
-            record = found[0].prefix(min(budget, found[0].k), refine=True)
-            indices = [crop.indices for crop in trace.crop_records(record)]
-            reduction = picture.encoded.keep(indices, record=record).timed(time.perf_counter() - begin)
-        elif isinstance(chosen, FeatureMethod):
+        if isinstance(chosen, FeatureMethod):
             (reduction,) = chosen.reduce_prompt([self._encoded_for(chosen, picture)], asked.query, budget)
-        else:
-            # What a method inside the language model keeps is known when that has run.
-            left = self._answered(picture, question, method, budget, job)[1]
-            if left is None:
-                raise Refused(422, f"{method} pruned nothing of this picture; choose another method.")
-            return left
-        return Left(reduction, (len(reduction),) * depth)
+            return Left(reduction, (len(reduction),) * self._depth)
+        # What a method inside the language model keeps is known when that has run.
+        left = self._answered(picture, question, method, budget, job)[1]
+        if left is None:
+            raise Refused(422, f"{method} pruned nothing of this picture; choose another method.")
+        return left
+
+    @property
+    def _depth(self) -> int:
+        return len(self.adapter.layers(self.model))
 
     def _encoded_for(self, method: Method, picture: Picture) -> EncodedImage:
         """The encoded picture, with the tower's attention for a method that reads it."""
@@ -428,19 +360,18 @@ class Engine:
         if job is not None:
             job.check()
         new = out[0, inputs["input_ids"].shape[1] :]
-        left = None
-        if pruned is not None and pruned.last:
-            left = Left(pruned.last[0].reduction, pruned.last[0].per_layer)
-        depth = len(self.adapter.layers(self.model))
-        tokens = picture.encoded.length if left is None else len(left.reduction)
+        result = pruned.last[0] if pruned is not None and pruned.last else None
+        tokens = picture.encoded.length if result is None else len(result.reduction)
         answer = {
             "answer": self.processor.tokenizer.decode(new, skip_special_tokens=True).strip(),
             "tokens": tokens,
-            "per_layer": [tokens] * depth if left is None else list(left.per_layer),
+            "per_layer": [tokens] * self._depth if result is None else list(result.per_layer),
             "generated": len(new),
             "seconds": seconds,
         }
-        return answer, left
+        if result is None or method is None or self.method(method).stage != "inside":
+            return answer, None
+        return answer, Left(result.reduction, result.per_layer)
 
     @contextmanager
     def _recalled(self, features: Any | None) -> Iterator[list[float]]:
@@ -467,21 +398,3 @@ class Engine:
             yield taken
         finally:
             attributes.pop("get_image_features", None)
-
-
-def _tile_rows(encoded: EncodedImage) -> list[list[int] | None]:
-    """Row and column of every tile on its canvas; None for a view that is no tile."""
-    first: dict[int, int] = {}
-    for c, crop in enumerate(encoded.crops):
-        if crop.separators is not None and crop.eligible.any():
-            first[c] = int(crop.separators[crop.eligible].min())
-    lines = sorted(set(first.values()))
-    columns = dict.fromkeys(lines, 0)
-    places: list[list[int] | None] = []
-    for c in range(len(encoded.crops)):
-        if c not in first:
-            places.append(None)
-            continue
-        places.append([lines.index(first[c]), columns[first[c]]])
-        columns[first[c]] += 1
-    return places

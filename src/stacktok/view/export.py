@@ -12,7 +12,8 @@ from stacktok.core.record import CropSelection, Selection
 from stacktok.core.tokens import EncodedCrop
 from stacktok.figures.kept import COVERAGE, MERGED, OTHER, RELEVANCE, outline
 from stacktok.methods.base import Method
-from stacktok.view.engine import Engine, Picture
+from stacktok.view.engine import Engine
+from stacktok.view.held import Picture
 from stacktok.view.trace import crop_records
 
 _CELL, _GAP, _CAPTION = 16, 12, 44
