@@ -9,16 +9,9 @@ import numpy as np
 import pytest
 
 from stacktok.evaluation.cells import Results, cells_of
+from stacktok.evaluation.formats import to_html, to_latex, to_markdown
 from stacktok.evaluation.plan import parse_plan
-from stacktok.evaluation.report import (
-    build_report,
-    cross_model_table,
-    scalarization_tables,
-    score_table,
-    to_html,
-    to_latex,
-    to_markdown,
-)
+from stacktok.evaluation.report import build_report, cross_model_table, scalarization_tables, score_table
 from stacktok.evaluation.retention import retention
 from stacktok.evaluation.tables import Measured, differences, read_study
 

@@ -65,7 +65,8 @@ def report(
     """Print the paper's tables from results, with intervals and paired tests."""
     with user_errors():
         from stacktok.evaluation.cells import find_results
-        from stacktok.evaluation.report import WRITERS, build_report
+        from stacktok.evaluation.formats import WRITERS
+        from stacktok.evaluation.report import build_report
         from stacktok.evaluation.tables import read_study
 
         if form not in WRITERS:
