@@ -22,7 +22,7 @@ from stacktok.core.coverage import coverage_sum
 from stacktok.figures.kept import MERGED
 from stacktok.methods.registry import BUILT_IN
 from stacktok.view.engine import Engine
-from stacktok.view.jobs import Job
+from stacktok.view.jobs import Job, Superseded
 from stacktok.view.pictures import Limits, Refused, decode
 from tests import tiny
 from tests.view.conftest import Api, api_of
@@ -171,6 +171,16 @@ def test_visionzip_merges_and_fastv_and_sparsevlm_cut_inside_the_language_model(
     assert layers == sorted(layers, reverse=True)
     assert layers[-1] == kept["sparsevlm"]["tokens"]
     assert kept["sparsevlm"]["merged"]
+
+
+def test_a_cancelled_run_inside_the_language_model_is_not_held(engine: Engine) -> None:
+    state = ("scene-0", question_of(engine), "fastv", 33)
+    job = Job("page", 1, lambda _: None)
+    job.cancel()
+    with pytest.raises(Superseded):
+        engine.kept(*state, job)
+    kept = engine.kept(*state)
+    assert kept["tokens"] == len(kept["crops"][0]["indices"]) == 33
 
 
 def test_exports_of_methods_that_merge_and_that_cut_inside(engine: Engine, api: Api) -> None:

@@ -452,11 +452,11 @@ LAYOUT = """() => {
 
 
 @pytest.mark.parametrize("size", WIDTHS)
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("scheme", "other"), [("light", "divprune"), ("dark", "sparsevlm")])
 def test_nothing_overlaps_and_nothing_is_cut_off(
-    browser: Browser, address: str, size: str, scheme: str, tmp_path: Path
+    browser: Browser, address: str, size: str, scheme: Any, other: str, tmp_path: Path
 ) -> None:
-    inspector = Inspector(browser, address, size, color_scheme=scheme).open("#k=40&with=divprune")
+    inspector = Inspector(browser, address, size, color_scheme=scheme).open(f"#k=40&with={other}")
     page = inspector.page
     assert page.evaluate("document.documentElement.dataset.theme") == scheme
     page.locator("#back").click()
