@@ -72,6 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", type=Path, default=embedded.path("llava"))
+    parser.add_argument("--tiles", type=Path, help="a checkpoint with several crops, for the nominees of Figure 2(b)")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     figures = published()
@@ -79,6 +80,8 @@ def main() -> None:
         figures |= run(options.model)
     else:
         print(f"{options.model.name}: no checkpoint there, so no pictures of a run")
+    if options.tiles is not None:
+        figures["nominees"] = run(options.tiles)["nominees"]
     for name, figure in figures.items():
         path = options.out / f"{name}.{'png' if name in PHOTOGRAPHIC else 'svg'}"
         save(figure, path)
