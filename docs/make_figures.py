@@ -12,6 +12,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from stacktok.evaluation.paper import published_cross_model, published_rows
+from stacktok.figures.files import save
 from stacktok.figures.results import (
     difference_data,
     draw_differences,
@@ -22,6 +23,8 @@ from stacktok.figures.results import (
 )
 
 SCENE = 3
+PHOTOGRAPHIC = ("kept", "relevance")
+"""Pictures that hold a scene, which a drawing's form would only make larger."""
 
 
 def published() -> dict[str, Any]:
@@ -48,9 +51,9 @@ def run(pretrained: Path) -> dict[str, Any]:
     """What methods keep of a scene, from a real run."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    from stacktok.cli.common import prompt_inputs
     from stacktok.cli.show import draw
     from stacktok.methods import DivPrune, MMTok, StackTok, VisionZip
+    from stacktok.models.prompt import prompt_inputs
     from stacktok.scenes import make_scene, questions, render, seed_for
 
     model = AutoModelForImageTextToText.from_pretrained(pretrained).eval()
@@ -63,12 +66,13 @@ def run(pretrained: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Write every picture as SVG and PNG."""
+    """Write every picture in the form in which the docs show it."""
     from stacktok import embedded
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", type=Path, default=embedded.path("llava"))
+    parser.add_argument("--tiles", type=Path, help="a checkpoint with several crops, for the nominees of Figure 2(b)")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     figures = published()
@@ -76,12 +80,12 @@ def main() -> None:
         figures |= run(options.model)
     else:
         print(f"{options.model.name}: no checkpoint there, so no pictures of a run")
+    if options.tiles is not None:
+        figures["nominees"] = run(options.tiles)["nominees"]
     for name, figure in figures.items():
-        for ending in ("svg", "png"):
-            # Without a date the same data give the same file.
-            extra = {"metadata": {"Date": None}} if ending == "svg" else {}
-            figure.savefig(options.out / f"{name}.{ending}", dpi=120, **extra)
-            print(options.out / f"{name}.{ending}")
+        path = options.out / f"{name}.{'png' if name in PHOTOGRAPHIC else 'svg'}"
+        save(figure, path)
+        print(path)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,13 @@ def save_tiny(folder: Path, family: str = "llava") -> str:
     """A tiny checkpoint on disk."""
     built = tiny.BUILDERS[family]()
     built.model.save_pretrained(folder)
-    built.processor.save_pretrained(folder)
+    if family == "qwen2_5_vl":
+        # A processor without its video half cannot save itself.
+        built.processor.image_processor.save_pretrained(folder)
+        built.processor.tokenizer.save_pretrained(folder)
+        (Path(folder) / "chat_template.jinja").write_text(built.processor.chat_template, encoding="utf-8")
+    else:
+        built.processor.save_pretrained(folder)
     return str(folder)
 
 

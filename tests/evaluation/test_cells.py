@@ -226,6 +226,29 @@ def test_an_error_while_answering_fails_the_cell(checkpoint, monkeypatch, tmp_pa
     assert list(Results(tmp_path / "small").read()) == []
 
 
+def test_a_checkpoint_that_cannot_be_had_leaves_the_cells_of_others(checkpoint, monkeypatch, tmp_path):
+    import transformers
+
+    read = transformers.AutoConfig.from_pretrained
+
+    def absent(name, *args, **kwargs):
+        if name == "no/such-model":
+            raise OSError("We couldn't connect to the hub\nand there is no such file in the cache.")
+        return read(name, *args, **kwargs)
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", absent)
+    models = [{"name": "tiny", "pretrained": checkpoint}, {"name": "gone", "pretrained": "no/such-model"}]
+    plan = studies.plan(checkpoint, models=models, methods=[], limit=1)
+    with pytest.raises(
+        CellError, match=r"gone, Vanilla, all tokens, existence: pretrained 'no/such-model' cannot be"
+    ) as e:
+        run_plan(plan, tmp_path)
+    assert str(e.value).endswith("it is no folder here, nor to be had from the hub")
+    assert "\n" not in str(e.value)
+    results = Results(tmp_path / "small")
+    assert [result["settings"]["model"] for result in results.read()] == ["tiny", "tiny"]
+
+
 def test_a_folder_is_written_by_one_run_at_a_time(tmp_path):
     with one_run(tmp_path), pytest.raises(ValueError, match="is being written by another run"), one_run(tmp_path):
         pass

@@ -40,6 +40,9 @@ def test_eval_and_report_from_a_file(checkpoint, tmp_path):
     assert report.exit_code == 0, report.output
     assert "## tiny (small)" in report.stdout
     assert "| StackTok |" in report.stdout
+    same = call("report", tmp_path / "out", "--dev", tmp_path / "out" / "small")
+    assert same.exit_code == 2
+    assert "small is among the results; give results on other items" in same.stderr
     page = call("report", tmp_path / "out", "--format", "html", "--out", tmp_path / "r" / "report.html")
     assert page.exit_code == 0
     assert (tmp_path / "r" / "report.html").read_text().startswith("<!doctype html>")

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("lmms_eval", reason="needs lmms-eval: make test-eval")
 
@@ -19,7 +20,9 @@ from stacktok.evaluation.cells import cells_of
 from stacktok.evaluation.loop import Loop
 from stacktok.evaluation.plan import load_plan, shipped_plans
 from stacktok.evaluation.run import CellError, run_plan
-from stacktok.evaluation.scenes_task import read_items, right, write_task
+from stacktok.evaluation.scenes_task import MAX_NEW_TOKENS, read_items, right, write_task
+from stacktok.methods import VisionZip
+from tests import tiny
 from tests.evaluation import studies
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,7 +94,36 @@ def test_the_plugin_agrees_with_the_loop_that_has_no_hooks(checkpoint, finished,
     ]
 
 
-@pytest.mark.parametrize("family", ["llava", "llava_next"])
+@pytest.mark.parametrize("family", ["llava_next", "qwen2_5_vl"])
+def test_every_family_answers_as_in_direct_generation(family, tmp_path):
+    """Batches of three through lmms-eval, against a user's own call of generate on one prompt at a time."""
+    pretrained = studies.save_tiny(tmp_path / "m", family)
+    methods = [{"name": "StackTok", "method": "stacktok"}, {"name": "VisionZip", "method": "visionzip"}]
+    plan = studies.plan(
+        pretrained, engine="lmms-eval", methods=methods, budgets=[9], tasks=[_task("counting")], batch_size=3
+    )
+    found = answers(run_plan(plan, tmp_path / "out", device="cpu"))
+    assert set(found) == {("Vanilla", None, "counting"), ("StackTok", 9, "counting"), ("VisionZip", 9, "counting")}
+    built = tiny.build(family)
+    items = list(read_items(write_task(tmp_path, "scenes/counting", 4)))
+    assert len(items) > 3
+    for (label, budget, _), given in found.items():
+        method = VisionZip(budget=budget) if label == "VisionZip" else StackTok(budget=budget)
+        expected = []
+        for number, item in enumerate(items):
+            inputs = built.inputs([item.question], [[item.image]])
+            with method(built.model, built.processor) as pruned, torch.no_grad():
+                out = built.model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+            new = out[0, inputs["input_ids"].shape[1] :]
+            text = built.processor.tokenizer.decode(new, skip_special_tokens=True)
+            tokens = int((inputs["input_ids"] == built.model.config.image_token_id).sum())
+            score = right(text, item.answer)
+            expected.append((number, text, score, tokens if budget is None else pruned.last[0].reduction.tokens))
+        assert given == expected, label
+    assert len({answer for given in found.values() for _, answer, _, _ in given}) > 3
+
+
+@pytest.mark.parametrize("family", ["llava", "llava_next", "qwen2_5_vl"])
 def test_the_plugin_runs_from_the_command_line_of_lmms_eval(family, tmp_path):
     pretrained = studies.save_tiny(tmp_path / "m", family)
     write_task(tmp_path / "tasks", "scenes/existence", 3)

@@ -7,6 +7,7 @@ import pytest
 from stacktok.evaluation.cells import cells_of, fingerprint
 from stacktok.evaluation.paper import published_ablations, published_rows
 from stacktok.evaluation.plan import load_plan, parse_plan, shipped_plans
+from stacktok.evaluation.scalarization import BEST, scalarized
 from stacktok.evaluation.tables import published
 
 NINE = ["gqa", "mmb", "mme", "pope", "sqa", "vqav2", "textvqa", "mmmu", "seed"]
@@ -41,6 +42,15 @@ def test_every_row_of_the_papers_tables_has_a_cell_in_a_plan():
     renamed = {"best fixed scalarization", "shared budget", "strictness range [0.3, 0.9]"}
     for cell in published_ablations():
         assert cell.method in renamed or (cell.model, cell.method, cell.budget) in ours
+
+
+def test_the_ablations_run_every_coefficient_from_which_the_best_is_chosen():
+    plan = load_plan("paper-ablations")
+    assert {settings: list(names) for settings, names in scalarized(plan).items()} == {"": [0.1, 0.25, 0.5, 1, 2, 4]}
+    ours = {(cell.label, str(cell.budget)) for cell in cells_of(plan)}
+    for cell in published_ablations():
+        if cell.method == BEST:
+            assert {(name, cell.budget) for name in scalarized(plan)[""].values()} <= ours
 
 
 def test_published_numbers_are_found_by_the_names_of_the_plans():

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from stacktok.evaluation.cells import Results, cells_of
+from stacktok.evaluation.formats import to_html, to_latex, to_markdown
 from stacktok.evaluation.plan import parse_plan
-from stacktok.evaluation.report import build_report, cross_model_table, score_table, to_html, to_latex, to_markdown
+from stacktok.evaluation.report import build_report, cross_model_table, scalarization_tables, score_table
 from stacktok.evaluation.retention import retention
 from stacktok.evaluation.tables import Measured, differences, read_study
 
@@ -157,3 +158,89 @@ def test_names_from_a_plan_are_escaped(tmp_path):
     tables = build_report([study(tmp_path, models=("<b>5%_&|", "m"))])
     assert "&lt;b&gt;5%_&amp;|" in to_html(tables)
     assert "<b>5\\%\\_\\&|" in to_latex(tables)
+
+
+def tuning(tmp_path, name, right, skip=()):
+    """Runs of fixed scalarization; ``right`` tells how many of 400 items each alpha answers at each budget."""
+    methods = [{"name": "StackTok", "method": "stacktok"}]
+    for alpha in (0.5, 0.1, 2):
+        settings = {"criterion": "scalarized", "alpha": alpha}
+        methods.append({"name": f"alpha {alpha}", "method": "stacktok", "settings": settings})
+    plan = parse_plan(
+        {
+            "name": name,
+            "models": [{"name": "LLaVA-1.5-7B", "pretrained": "some/model"}],
+            "methods": methods,
+            "budgets": [128, 64],
+            "tasks": [{"name": "gqa", "task": "gqa", "metrics": ["exact_match"], "scale": 100}],
+        }
+    )
+    results = Results(tmp_path / name)
+    cells = cells_of(plan)
+    results.start(plan, cells)
+    for cell in cells:
+        if (cell.label, cell.budget) in skip:
+            continue
+        hits = right.get((cell.label, cell.budget), 320)
+        rows = [{"id": i, "group": None, "score": float(i < hits), "tokens": 64} for i in range(ITEMS)]
+        results.write(cell, {"score": 100 * hits / ITEMS, "items": rows, "replicates": None, "metrics": {}})
+    return read_study(results)
+
+
+RIGHT = {
+    ("alpha 0.1", 128): 300,
+    ("alpha 0.5", 128): 310,
+    ("alpha 2", 128): 310,
+    ("alpha 0.1", 64): 240,
+    ("alpha 0.5", 64): 200,
+    ("alpha 2", 64): 230,
+    ("StackTok", 128): 311,
+    ("StackTok", 64): 280,
+}
+
+
+def test_the_best_scalarization_is_chosen_per_budget_and_says_on_what(tmp_path):
+    (table,) = scalarization_tables(tuning(tmp_path, "p", RIGHT), "LLaVA-1.5-7B")
+    assert table.header == ("Variant", "budget 128", "budget 64")
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert list(rows) == [
+        "best fixed scalarization",
+        "StackTok",
+        "StackTok minus best",
+        "best fixed scalarization (paper)",
+        "StackTok (paper)",
+    ]
+    # 310 and 240 of the 320 that the unpruned model answers; of two equal coefficients the smaller.
+    first, second = rows["best fixed scalarization"]
+    assert re.fullmatch(r"96\.88 \[.*\], alpha 0\.5", first)
+    assert re.fullmatch(r"75\.00 \[.*\], alpha 0\.1", second)
+    assert rows["best fixed scalarization (paper)"] == ("97.93", "96.60")
+    near, far = rows["StackTok minus best"]
+    assert near.startswith("+0.31 ")
+    assert near.endswith("within noise")
+    assert far.startswith("+12.50 ")
+    assert far.endswith("better")
+    assert "from 0.1, 0.5, 2, on the very results shown, which favours it" in table.notes[0]
+
+
+def test_alpha_may_be_chosen_on_other_results(tmp_path):
+    shown, dev = tuning(tmp_path, "p", RIGHT), tuning(tmp_path, "d", {("alpha 2", 64): 321, ("alpha 0.1", 128): 321})
+    (table,) = scalarization_tables(shown, "LLaVA-1.5-7B", [dev], paper=False)
+    first, second = table.rows[0][1:]
+    assert re.fullmatch(r"93\.75 \[.*\], alpha 0\.1", first)
+    assert re.fullmatch(r"71\.88 \[.*\], alpha 2", second)
+    assert "on the results of d." in table.notes[0]
+    with pytest.raises(ValueError, match=r"dev holds no runs of fixed scalarization .* alpha 0\.1, 0\.5, 2; give"):
+        scalarization_tables(shown, "LLaVA-1.5-7B", [study(tmp_path, "other")])
+
+
+def test_no_alpha_is_chosen_while_one_has_not_been_run(tmp_path):
+    partial = tuning(tmp_path, "p", RIGHT, skip={("alpha 2", 64)})
+    (table,) = scalarization_tables(partial, "LLaVA-1.5-7B")
+    assert table.header == ("Variant", "budget 128")
+    assert scalarization_tables(study(tmp_path, "none"), "LLaVA-1.5-7B") == []
+
+
+def test_the_report_holds_the_best_scalarization(tmp_path):
+    titles = [table.title for table in build_report([tuning(tmp_path, "p", RIGHT)])]
+    assert titles == ["LLaVA-1.5-7B (p)", "Fixed scalarization, LLaVA-1.5-7B (p)"]

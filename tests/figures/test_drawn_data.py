@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +17,9 @@ import stacktok
 from stacktok.cli.show import draw
 from stacktok.core.notebook import grid_of
 from stacktok.evaluation.paper import published_cross_model, published_rows
+from stacktok.figures.files import save
 from stacktok.figures.image import panel_data, relevance_maps, tile_layout
-from stacktok.figures.kept import COVERAGE, RELEVANCE
+from stacktok.figures.kept import COVERAGE, RELEVANCE, draw_kept
 from stacktok.figures.results import (
     RADIAL,
     Step,
@@ -25,9 +30,11 @@ from stacktok.figures.results import (
     floating_data,
     radar_data,
 )
-from stacktok.figures.trajectory import draw_nominees, draw_trajectory, nominee_data
+from stacktok.figures.trajectory import candidate_data, draw_nominees, draw_trajectory, nominee_data
 from stacktok.methods import StackTok, VisionZip
 from tests import tiny
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def scores(method, budget):
@@ -39,6 +46,16 @@ def selection(m=3, n=36, k=12, seed=0):
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randn(size, 8, generator=generator) for size in (n, n, m)]
     return stacktok.select(*rows, k)
+
+
+def drawing():
+    """Everything that a run draws with clips, gradients and hatches of its own."""
+    figure = Figure(layout="constrained")
+    first, second = figure.subplots(1, 2)
+    record = selection()
+    draw_trajectory(first, record, candidate_data(record, np.eye(36, dtype=np.float32), np.ones(36, dtype=bool)))
+    draw_kept(second, np.ones((36, 36, 3)), (6, 6), [1, 7], ["relevance", ""], eligible=np.arange(36) > 3)
+    return figure
 
 
 def saved(figure, ending="svg"):
@@ -105,6 +122,38 @@ def test_the_trajectory_marks_every_addition_by_its_criterion():
     assert lines["coverage-only reference"].tolist() == record.reference.tolist()
 
 
+def test_faded_candidates_are_additions_that_the_run_could_have_made():
+    generator = torch.Generator().manual_seed(0)
+    vision, projected, query = (torch.randn(size, 8, generator=generator) for size in (36, 36, 3))
+    eligible = np.arange(36) % 5 > 0
+    record = stacktok.select(vision, projected, query, 12, eligible=eligible)
+    _, affinity = stacktok.affinities(vision, projected, query)
+    found = candidate_data(record, affinity, eligible, per_step=4)
+    assert np.bincount(found.steps).tolist() == [4] * 12
+    for step, token, value in zip(found.steps.tolist(), found.tokens.tolist(), found.coverage.tolist(), strict=True):
+        before = record.order[:step].tolist()
+        assert token not in record.order[: step + 1]
+        assert eligible[token]
+        assert value == pytest.approx(affinity[:, [*before, token]].max(axis=1).mean(dtype=np.float64), abs=1e-12)
+    # The range of what was possible is shown: at every step the best and the worst of the others.
+    for step in range(12):
+        left = np.setdiff1d(np.flatnonzero(eligible), record.order[: step + 1])
+        kept = record.order[:step].tolist()
+        possible = [affinity[:, [*kept, token]].max(axis=1).mean(dtype=np.float64) for token in left.tolist()]
+        own = found.coverage[found.steps == step]
+        assert (own.max(), own.min()) == pytest.approx((max(possible), min(possible)), abs=1e-12)
+    axes = Figure().subplots()
+    draw_trajectory(axes, record, found)
+    drawn = {collection.get_label(): collection for collection in axes.collections}
+    offsets = drawn["not chosen"].get_offsets()
+    assert offsets[:, 0].tolist() == (found.steps + 1).tolist()
+    assert offsets[:, 1].tolist() == found.coverage.tolist()
+    whole = candidate_data(stacktok.select(vision, projected, query, 36), affinity, np.ones(36, dtype=bool))
+    assert whole.steps.max() == 34
+    with pytest.raises(ValueError, match="per_step=0 must be at least 1"):
+        candidate_data(record, affinity, eligible, per_step=0)
+
+
 def test_nominees_are_those_of_the_run():
     generator = torch.Generator().manual_seed(1)
     crops = [stacktok.Crop(*(torch.randn(16, 8, generator=generator) for _ in range(2))) for _ in range(3)]
@@ -134,7 +183,7 @@ def test_panels_hold_what_was_kept_in_every_family(family, size):
         built.model.generate(**inputs, max_new_tokens=1, do_sample=False)
     result = pruned.last[0]
     panels = panel_data(result.image, result.reduction)
-    assert sum(len(panel.indices) for panel in panels) == 9
+    assert sum(panel.tokens for panel in panels) == sum(len(panel.indices) for panel in panels) == 9
     assert sum(panel.share for panel in panels) == pytest.approx(1)
     selections = [result.selection] if len(panels) == 1 else result.selection.crops
     steps = sorted(step for panel in panels for step in panel.numbers if step)
@@ -155,9 +204,12 @@ def test_merged_tokens_are_regions():
     panel = panel_data(pruned.last[0].image, reduction)[0]
     assert panel.regions
     assert {frozenset(region) for region in panel.regions} == {
-        frozenset(sources[:, 1].tolist()) for sources in reduction.merged.values()
+        frozenset(sources[:, 1].tolist()) for sources in reduction.merged.values() if len(sources)
     }
     assert panel.numbers is None
+    # CLS is one of the ten and has no place on the image.
+    assert panel.tokens == 10
+    assert len(panel.indices) == len(set(panel.indices)) == 9
 
 
 def test_relevance_maps_are_the_selectors_affinities_per_word():
@@ -199,6 +251,47 @@ def test_show_draws_methods_and_budgets_in_one_figure_with_hatched_padding():
     assert words == ["there", "dog"]
     for figure in figures.values():
         assert saved(figure, "png").startswith(b"\x89PNG")
+
+
+def test_a_picture_in_patches_lies_on_its_grid_with_the_steps_written_on_demand():
+    built, picture = tiny.build("qwen2_5_vl"), tiny.picture(230, 120)
+    question = "Is there a dog?"
+    inputs = built.inputs([question], [[picture]])
+    for numbered in (False, True):
+        figures = draw(built.model, built.processor, inputs, picture, question, [StackTok], [6], numbered=numbered)
+        (axes,) = (axes for axes in figures["kept"].axes if axes.images)
+        (shown,) = axes.images
+        assert shown.get_extent() == [0, 8, 4, 0]
+        assert shown.get_array().shape == (4 * 28, 8 * 28, 3)
+        written = [text.get_text() for text in axes.texts]
+        assert set(written) <= {str(step) for step in range(1, 7)}
+        assert bool(written) == numbered
+
+
+@pytest.mark.parametrize("form", ["svg", "png"])
+def test_the_same_data_give_the_same_bytes_in_another_process(form, tmp_path):
+    program = (
+        "import runpy, sys\n"
+        "from pathlib import Path\n"
+        "from stacktok.figures.files import save\n"
+        "published = runpy.run_path('docs/make_figures.py')['published']\n"
+        "from tests.figures.test_drawn_data import drawing\n"
+        "figures = {'run': drawing(), **published()}\n"
+        "for name, figure in figures.items():\n"
+        f"    save(figure, Path(sys.argv[1]) / (name + '.{form}'))\n"
+    )
+    written = []
+    for seed in ("1", "2"):
+        folder = tmp_path / seed
+        folder.mkdir()
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "SOURCE_DATE_EPOCH": f"{seed}0000000"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+        subprocess.run([sys.executable, "-c", program, str(folder)], cwd=ROOT, env=environment, check=True)
+        written.append({path.name: path.read_bytes() for path in folder.iterdir()})
+    assert len(written[0]) == 4
+    assert written[0] == written[1]
+    with pytest.raises(ValueError, match=r"ends in '\.pdf'; use \.svg or \.png"):
+        save(Figure(), tmp_path / "a.pdf")
 
 
 def test_a_selection_shows_itself_in_a_notebook():

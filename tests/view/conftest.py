@@ -42,6 +42,13 @@ def tiles() -> Engine:
     return Engine(built.model, built.processor, name="tiles", samples=scene_samples(1), max_new_tokens=4)
 
 
+@pytest.fixture(scope="session")
+def grids() -> Engine:
+    """Qwen2.5-VL: one grid that follows the picture's shape."""
+    built = tiny.build("qwen2_5_vl")
+    return Engine(built.model, built.processor, name="grids", samples=scene_samples(1), max_new_tokens=4)
+
+
 class Api:
     """The JSON API as one page uses it."""
 

@@ -9,6 +9,7 @@ import json
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,12 @@ from PIL import Image
 
 from stacktok import StackTok, prepare
 from stacktok.core.coverage import coverage_sum
+from stacktok.figures.kept import MERGED
+from stacktok.methods.registry import BUILT_IN
 from stacktok.view.engine import Engine
-from stacktok.view.jobs import Job
+from stacktok.view.jobs import Job, Superseded
 from stacktok.view.pictures import Limits, Refused, decode
+from tests import tiny
 from tests.view.conftest import Api, api_of
 
 BUDGETS = (1, 2, 5, 9, 16, 17, 40, 64)
@@ -53,7 +57,7 @@ def kept_by(walk: dict[str, Any], k: int) -> list[list[int]]:
     return kept
 
 
-@pytest.mark.parametrize("which", ["engine", "tiles"])
+@pytest.mark.parametrize("which", ["engine", "tiles", "grids"])
 def test_every_budget_of_a_walk_is_what_a_run_with_that_budget_keeps(
     which: str, request: pytest.FixtureRequest
 ) -> None:
@@ -115,18 +119,106 @@ def test_query_affinities_are_those_of_a_prepared_image(engine: Engine, api: Api
     assert [row for word in walk["words"] for row in word["rows"]] == list(range(len(found)))
 
 
-def test_every_method_on_offer_keeps_what_its_own_run_keeps(engine: Engine, api: Api) -> None:
-    from dataclasses import replace
+def places_of(reduction: Any, crop: int = 0) -> list[int]:
+    """Tokens of a crop that stand for a place; CLS stands for none."""
+    sources = reduction.sources
+    return [token for i, (c, token) in enumerate(reduction.anchors.tolist()) if c == crop and len(sources[i])]
 
-    question = question_of(engine)
-    assert len(api.get("/api/info").json()["methods"]) > 5
-    for name, method in engine.methods.items():
-        result, _ = run_of_the_library(engine, question, replace(method, budget=24))
-        kept = api.post("/api/kept", image="scene-0", question=question, method=name, budget=24).json()
-        (crop,) = kept["crops"]
-        assert crop["indices"] == sorted(result.reduction.anchors[:, 1].tolist()), name
-        affinity = engine.picture("scene-0").units[0].vision_affinity
-        assert crop["coverage"] == coverage_sum(torch.from_numpy(affinity), crop["indices"]) / len(affinity)
+
+@pytest.mark.parametrize("which", ["engine", "tiles", "grids"])
+def test_every_method_on_offer_keeps_what_its_own_run_keeps(which: str, request: pytest.FixtureRequest) -> None:
+    engine: Engine = request.getfixturevalue(which)
+    question, budget = question_of(engine), 24 if which == "engine" else 9
+    with api_of(engine) as api:
+        names = api.get("/api/info").json()["methods"]
+        assert set(BUILT_IN) < set(names)
+        for name in names:
+            result, text = run_of_the_library(engine, question, replace(engine.methods[name], budget=budget))
+            state = {"image": "scene-0", "question": question, "method": name, "budget": budget}
+            kept = api.post("/api/kept", **state).json()
+            assert kept["tokens"] == len(result.reduction), name
+            placed = sum(len(crop["indices"]) for crop in kept["crops"])
+            assert kept["tokens"] == placed + kept["cls"] + kept["separators"], name
+            assert kept["separators"] == int((result.reduction.anchors[:, 0] < 0).sum()), name
+            assert tuple(kept["per_layer"]) == result.per_layer, name
+            for c, (crop, unit) in enumerate(zip(kept["crops"], engine.picture("scene-0").units, strict=True)):
+                assert crop["indices"] == sorted(places_of(result.reduction, c)), name
+                sums = coverage_sum(torch.from_numpy(unit.vision_affinity), crop["indices"])
+                assert crop["coverage"] == sums / unit.n
+            merged = {tuple(entry["token"]): entry["sources"] for entry in kept["merged"]}
+            assert merged == {
+                tuple(result.reduction.anchors[i].tolist()): sources.tolist()
+                for i, sources in result.reduction.merged.items()
+                if len(sources)
+            }, name
+            answer = api.post("/api/answer", **state).json()
+            assert (answer["answer"], tuple(answer["per_layer"])) == (text, result.per_layer), name
+            assert answer["tokens"] == len(result.reduction)
+
+
+def test_visionzip_merges_and_fastv_and_sparsevlm_cut_inside_the_language_model(engine: Engine, api: Api) -> None:
+    state = {"image": "scene-0", "question": question_of(engine), "budget": 64}
+    kept = {name: api.post("/api/kept", method=name, **state).json() for name in ("visionzip", "fastv", "sparsevlm")}
+    # 64 with CLS, ten of them merged, and every position of the picture is in one of them.
+    zipped = kept["visionzip"]
+    assert (zipped["tokens"], len(zipped["crops"][0]["indices"]), len(zipped["merged"])) == (64, 63, 10)
+    shown = {token for entry in zipped["merged"] for _, token in entry["sources"]} | set(zipped["crops"][0]["indices"])
+    assert shown == set(range(576))
+    layers = kept["fastv"]["per_layer"]
+    assert layers == [576] * 2 + [64] * (len(layers) - 2)
+    layers = kept["sparsevlm"]["per_layer"]
+    assert layers[0] == 576
+    assert layers == sorted(layers, reverse=True)
+    assert layers[-1] == kept["sparsevlm"]["tokens"]
+    assert kept["sparsevlm"]["merged"]
+
+
+def test_a_cancelled_run_inside_the_language_model_is_not_held(engine: Engine) -> None:
+    state = ("scene-0", question_of(engine), "fastv", 33)
+    job = Job("page", 1, lambda _: None)
+    job.cancel()
+    with pytest.raises(Superseded):
+        engine.kept(*state, job)
+    kept = engine.kept(*state)
+    assert kept["tokens"] == len(kept["crops"][0]["indices"]) == 33
+
+
+def test_exports_of_methods_that_merge_and_that_cut_inside(engine: Engine, api: Api) -> None:
+    state = {"image": "scene-0", "question": question_of(engine), "budget": 24}
+    for name in ("visionzip", "sparsevlm", "fastv"):
+        result, text = run_of_the_library(engine, state["question"], replace(engine.methods[name], budget=24))
+        trace = api.post("/api/export", form="json", method=name, **state).json()
+        assert trace["indices"] == [sorted(places_of(result.reduction))]
+        assert trace["per_layer"] == list(result.per_layer)
+        assert trace["merged"] == api.post("/api/kept", method=name, **state).json()["merged"]
+        drawing = api.post("/api/export", form="svg", method=name, **state).text
+        assert (MERGED in drawing) == bool(trace["merged"])
+        answer, anchors = said_by(api.post("/api/export", form="python", method=name, **state).text)
+        assert answer == text
+        assert anchors == result.reduction.anchors.tolist()
+
+
+def said_by(program: str) -> tuple[str, Any]:
+    """The answer and the kept tokens that an exported program prints."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(compile(program, "exported.py", "exec"), {})
+    answer, anchors = said.getvalue().rsplit("\n", 2)[:2]
+    return answer.strip(), json.loads(anchors)
+
+
+def test_a_picture_cut_into_patches_is_shown_as_its_grid_sees_it(grids: Engine) -> None:
+    picture = tiny.picture(230, 120)
+    with api_of(grids) as api:
+        found = api.upload(file_of(picture)).json()
+        seen = Image.open(io.BytesIO(api.get(f"/api/images/{found['image']}/crops/0.png").content))
+    (crop,) = found["crops"]
+    assert (crop["rows"], crop["columns"]) == (4, 8)
+    assert seen.size == (28 * crop["columns"], 28 * crop["rows"])
+    # The processor scales the whole picture to its grid; what is shown are the encoder's own pixels.
+    scaled = np.asarray(picture.resize(seen.size, Image.Resampling.BICUBIC), dtype=np.int64)
+    assert np.abs(np.asarray(seen, dtype=np.int64) - scaled).max() <= 1
+    assert found["positions"] == found["capacity"] == 32
 
 
 def test_answers_are_the_models_own(engine: Engine, api: Api) -> None:
@@ -176,13 +268,9 @@ def test_exports_hold_the_records_of_the_library(engine: Engine, api: Api) -> No
     kept = [by.get(token) for token in result.selection.indices.tolist()]
     assert drawing.text.count("<circle") == kept.count("relevance")
 
-    program = api.post("/api/export", form="python", **state).text
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        exec(compile(program, "exported.py", "exec"), {})
-    answer, anchors = said.getvalue().rsplit("\n", 2)[:2]
-    assert answer.strip() == text
-    assert json.loads(anchors) == result.reduction.anchors.tolist()
+    answer, anchors = said_by(api.post("/api/export", form="python", **state).text)
+    assert answer == text
+    assert anchors == result.reduction.anchors.tolist()
 
 
 def file_of(image: Image.Image, kind: str = "PNG") -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,15 @@ from PIL import Image
 from playwright.sync_api import Browser, Page, Route
 
 from stacktok.view.engine import Engine
+from tests import tiny
 from tests.view.conftest import served
-from tests.view.test_api import SCRIPT, bomb, file_of, run_of_the_library
+from tests.view.test_api import SCRIPT, bomb, file_of, places_of, run_of_the_library
+
+
+def record_of(engine: Engine, name: str, question: str, budget: int) -> Any:
+    """The selector's record of what the page shows."""
+    return engine.left(engine.picture(name), question, "stacktok", budget).reduction.record
+
 
 WIDTHS = {"desk": (1280, 900), "phone": (390, 844)}
 
@@ -28,6 +36,12 @@ def address(engine: Engine) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def tiles_address(tiles: Engine) -> Iterator[str]:
     with served(tiles) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def grids_address(grids: Engine) -> Iterator[str]:
+    with served(grids) as found:
         yield found
 
 
@@ -62,7 +76,8 @@ class Inspector:
                 const settled = document.body.dataset.settled && JSON.parse(document.body.dataset.settled);
                 const link = new URLSearchParams(location.hash.slice(1));
                 if (!settled || settled[1] !== link.get('q') || String(settled[2]) !== link.get('k')) return false;
-                if (settled[0] !== link.get('image') || settled[4] !== (link.get('with') || '')) return false;
+                if (settled[0] !== link.get('image') || settled[3] !== link.get('method')) return false;
+                if (settled[4] !== (link.get('with') || '')) return false;
                 return Object.entries(wanted).every(([name, value]) => link.get(name) === String(value));
             }""",
             arg=state,
@@ -128,12 +143,12 @@ def test_dragging_the_budget_redraws_without_the_model(inspector: Inspector, eng
     assert box is not None
     page.mouse.move(box["x"] + box["width"] * 0.12, box["y"] + box["height"] / 2)
     page.mouse.down()
-    picture, shown = engine.picture("scene-0"), engine.ask("scene-0", engine.samples["scene-0"].questions[0])
+    question = engine.samples["scene-0"].questions[0]
     seen = set()
     for share in (0.02, 0.3, 0.6, 0.9):
         page.mouse.move(box["x"] + box["width"] * share, box["y"] + box["height"] / 2, steps=3)
         budget = int(page.locator("#budget").input_value())
-        kept = engine.selection(picture, shown, "stacktok", budget).indices.tolist()
+        kept = record_of(engine, "scene-0", question, budget).indices.tolist()
         assert [token for _, token in inspector.kept()] == kept
         seen.add(budget)
     page.mouse.up()
@@ -155,7 +170,7 @@ def test_the_answer_is_refreshed_when_the_slider_rests(inspector: Inspector) -> 
 def test_the_film_steps_plays_and_pauses(inspector: Inspector, engine: Engine) -> None:
     page = inspector.page
     question = engine.samples["scene-0"].questions[0]
-    record = engine.selection(engine.picture("scene-0"), engine.ask("scene-0", question), "stacktok", 64)
+    record = record_of(engine, "scene-0", question, 64)
     page.locator("#film").focus()
     page.keyboard.press("Home")
     assert inspector.kept() == []
@@ -181,9 +196,8 @@ def test_the_film_steps_plays_and_pauses(inspector: Inspector, engine: Engine) -
 def test_swaps_are_the_last_frames_of_a_film(browser: Browser, address: str, engine: Engine) -> None:
     for sample in engine.samples.values():
         for question in sample.questions:
-            picture, asked = engine.picture(sample.name), engine.ask(sample.name, question)
             for budget in range(2, 17):
-                record = engine.selection(picture, asked, "stacktok", budget)
+                record = record_of(engine, sample.name, question, budget)
                 if record.swaps:
                     break
             if record.swaps:
@@ -207,7 +221,7 @@ def test_swaps_are_the_last_frames_of_a_film(browser: Browser, address: str, eng
 def test_hovering_tells_when_and_why(inspector: Inspector, engine: Engine) -> None:
     page = inspector.page
     question = engine.samples["scene-0"].questions[0]
-    record = engine.selection(engine.picture("scene-0"), engine.ask("scene-0", question), "stacktok", 64)
+    record = record_of(engine, "scene-0", question, 64)
     box = page.locator(".stage canvas").bounding_box()
     assert box is not None
     cell = box["width"] / 24
@@ -223,17 +237,44 @@ def test_hovering_tells_when_and_why(inspector: Inspector, engine: Engine) -> No
     assert "Point at a token" in page.locator("#token").inner_text()
 
 
+def test_merged_tokens_are_regions(inspector: Inspector, engine: Engine) -> None:
+    page = inspector.page
+    question = engine.samples["scene-0"].questions[0]
+    page.locator(".panel select").first.select_option("visionzip")
+    inspector.settled(method="visionzip")
+    result, _ = run_of_the_library(engine, question, replace(engine.methods["visionzip"], budget=64))
+    regions = {int(result.reduction.anchors[i, 1]): own for i, own in result.reduction.merged.items() if len(own)}
+    token, sources = max(regions.items(), key=lambda entry: len(entry[1]))
+    said = page.locator(".metrics").inner_text()
+    assert f"◆ {len(regions)}" in said
+    assert "CLS 1" in said
+    assert page.locator("#film").is_disabled()
+    assert page.locator("#curves").is_hidden()
+    box = page.locator(".stage canvas").bounding_box()
+    assert box is not None
+    cell = box["width"] / 24
+    page.mouse.move(box["x"] + (token % 24 + 0.5) * cell, box["y"] + (token // 24 + 0.5) * cell)
+    assert f"Made of {len(sources)} tokens" in page.locator("#token").inner_text()
+    other = next(own for own in sources[:, 1].tolist() if own != token)
+    page.mouse.move(box["x"] + (other % 24 + 0.5) * cell, box["y"] + (other // 24 + 0.5) * cell)
+    assert (
+        f"Merged with {len(sources) - 1} others, at the place of token {token}" in page.locator("#token").inner_text()
+    )
+
+
 def test_a_second_method_stands_beside(inspector: Inspector, engine: Engine) -> None:
     page = inspector.page
     question = engine.samples["scene-0"].questions[0]
     page.click("#compare")
-    for method in ("coverage only", "divprune"):
+    for method in ("coverage only", "divprune", "visionzip", "fastv", "sparsevlm"):
         page.locator(".panel select").nth(1).select_option(method)
         inspector.settled(**{"with": method})
-        picture, asked = engine.picture("scene-0"), engine.ask("scene-0", question)
-        (kept,) = engine.indices(picture, asked, method, 64)
-        assert [token for _, token in inspector.kept(1)] == kept.tolist()
+        result, text = run_of_the_library(engine, question, replace(engine.methods[method], budget=64))
+        assert [token for _, token in inspector.kept(1)] == sorted(places_of(result.reduction))
         assert page.locator("#answers tbody tr").count() == 3
+        row = page.locator("#answers tbody tr").nth(1).locator("td").all_inner_texts()
+        assert row[1] == (text or "(nothing)")
+        assert row[2] == ("64" if len(set(result.per_layer)) == 1 else f"{result.average:.1f} mean")
     boxes = [page.locator(".panel").nth(at).bounding_box() for at in (0, 1)]
     assert boxes[0] is not None
     assert boxes[1] is not None
@@ -411,11 +452,11 @@ LAYOUT = """() => {
 
 
 @pytest.mark.parametrize("size", WIDTHS)
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("scheme", "other"), [("light", "divprune"), ("dark", "sparsevlm")])
 def test_nothing_overlaps_and_nothing_is_cut_off(
-    browser: Browser, address: str, size: str, scheme: str, tmp_path: Path
+    browser: Browser, address: str, size: str, scheme: Any, other: str, tmp_path: Path
 ) -> None:
-    inspector = Inspector(browser, address, size, color_scheme=scheme).open("#k=40&with=divprune")
+    inspector = Inspector(browser, address, size, color_scheme=scheme).open(f"#k=40&with={other}")
     page = inspector.page
     assert page.evaluate("document.documentElement.dataset.theme") == scheme
     page.locator("#back").click()
@@ -437,7 +478,7 @@ def test_tiles_show_their_shares(browser: Browser, tiles_address: str, tiles: En
     inspector = Inspector(browser, tiles_address, size).open("#k=30")
     page = inspector.page
     question = tiles.samples["scene-0"].questions[0]
-    record = tiles.selection(tiles.picture("scene-0"), tiles.ask("scene-0", question), "stacktok", 30)
+    record = record_of(tiles, "scene-0", question, 30)
     kept = [[c, token] for c, own in enumerate(record.indices) for token in own.tolist()]
     assert inspector.kept() == kept
     shares = [int(text.split(" ")[0]) for text in page.locator("#tiles .value").all_inner_texts()]
@@ -447,3 +488,45 @@ def test_tiles_show_their_shares(browser: Browser, tiles_address: str, tiles: En
     assert f"At {record.crops[2].k} tokens" in page.locator("#gate").inner_text()
     assert page.evaluate(LAYOUT) == []
     inspector.close()
+
+
+@pytest.mark.parametrize("size", WIDTHS)
+def test_a_picture_of_any_shape_lies_on_its_own_grid(
+    browser: Browser, grids_address: str, grids: Engine, size: str
+) -> None:
+    inspector = Inspector(browser, grids_address, size).open("#k=9&with=visionzip")
+    page = inspector.page
+    file = {"name": "own.png", "mimeType": "image/png", "buffer": file_of(tiny.picture(230, 120))}
+    page.set_input_files("#file", file)
+    page.wait_for_function("() => location.hash.includes('image=file-')")
+    inspector.settled()
+    assert page.locator("#of").inner_text() == "of 32"
+    box = page.locator(".stage canvas").first.bounding_box()
+    assert box is not None
+    assert box["width"] / box["height"] == pytest.approx(8 / 4, rel=0.01)
+    name = str(page.evaluate("new URLSearchParams(location.hash.slice(1)).get('image')"))
+    question = page.locator("#question").input_value()
+    record = record_of(grids, name, question, 9)
+    assert [token for _, token in inspector.kept()] == record.indices.tolist()
+    cell = box["width"] / 8
+    token = int(record.indices[-1])
+    page.mouse.move(box["x"] + (token % 8 + 0.5) * cell, box["y"] + (token // 8 + 0.5) * cell)
+    assert f"Token {token}: row {token // 8 + 1}, column {token % 8 + 1}" in page.locator("#token").inner_text()
+    assert page.evaluate(LAYOUT) == []
+    inspector.close()
+
+
+def test_the_film_follows_the_panel_that_has_steps(inspector: Inspector) -> None:
+    page = inspector.page
+    page.locator(".panel select").first.select_option("divprune")
+    inspector.settled(method="divprune")
+    assert page.locator("#play").is_disabled()
+    page.click("#compare")
+    inspector.settled(**{"with": "stacktok"})
+    assert page.locator("#play").is_enabled()
+    alone = inspector.kept(0)
+    page.locator("#back").click()
+    assert len(inspector.kept(1)) == 63
+    assert inspector.kept(0) == alone
+    assert "next pick by" in page.locator("#gate").inner_text()
+    assert page.locator("#curves").is_visible()

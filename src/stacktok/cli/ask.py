@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stacktok.cli.common import load, model_path, open_image, prompt_inputs, stderr, user_errors
+from stacktok.cli.common import load, model_path, open_image, stderr, user_errors
 from stacktok.core.budget import parse_budget
+from stacktok.models.prompt import prompt_inputs
 
 
 def ask(

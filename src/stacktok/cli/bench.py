@@ -9,8 +9,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from stacktok.cli.common import load, open_image, parse_dtype, prompt_inputs, stderr, user_errors
+from stacktok.cli.common import load, open_image, parse_dtype, stderr, user_errors
 from stacktok.core.budget import parse_budget
+from stacktok.models.prompt import prompt_inputs
 
 
 def bench(

@@ -90,6 +90,7 @@ def load(name: str, dtype: str, device: str, *, quiet: bool) -> tuple[Any, Any]:
     import torch
 
     from stacktok.models.base import supported
+    from stacktok.models.processor import load_processor
 
     # The library's own annotations cover a part of what is called here.
     transformers: Any = import_module("transformers")
@@ -116,26 +117,12 @@ def load(name: str, dtype: str, device: str, *, quiet: bool) -> tuple[Any, Any]:
     if config.model_type not in known:
         raise ValueError(f"model type {config.model_type!r} is not supported; supported are {', '.join(known)}")
     try:
-        processor = transformers.AutoProcessor.from_pretrained(name)
+        processor = load_processor(name, config.model_type)
         model = transformers.AutoModelForImageTextToText.from_pretrained(name, dtype=kind)
     except (OSError, ValueError, ImportError) as error:
         raise ValueError(f"{name} cannot be loaded: {_first_line(error)}") from None
     processor.tokenizer.padding_side = "left"
     return model.to(where).eval(), processor
-
-
-def prompt_inputs(processor: Any, image: Any, question: str, model: Any) -> Any:
-    """Model inputs of one question on one picture, in the processor's own template."""
-    content = [{"type": "image"}, {"type": "text", "text": question}]
-    if getattr(processor, "chat_template", None):
-        prompt = processor.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-        )
-    else:
-        prompt = f"USER: {getattr(processor, 'image_token', '<image>')}\n{question} ASSISTANT:"
-    inputs = processor(images=[image], text=[prompt], return_tensors="pt")
-    parameter = next(model.parameters())
-    return inputs.to(parameter.device, parameter.dtype)
 
 
 def stderr() -> Console:

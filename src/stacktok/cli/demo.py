@@ -11,7 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from stacktok.cli.common import load, model_path, prompt_inputs, user_errors
+from stacktok.cli.common import load, model_path, user_errors
+from stacktok.models.prompt import prompt_inputs
 
 if TYPE_CHECKING:
     from stacktok.scenes import Question

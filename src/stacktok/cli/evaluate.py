@@ -56,19 +56,28 @@ def report(
     results: Annotated[list[Path], typer.Argument(help="Folders that `stacktok eval` wrote.")],
     form: Annotated[str, typer.Option("--format", help="markdown, latex or html.")] = "markdown",
     baseline: Annotated[str | None, typer.Option(help="Method against which the others are tested.")] = None,
+    dev: Annotated[
+        Path | None, typer.Option(help="Results on other items, on which fixed scalarization's alpha is chosen.")
+    ] = None,
     no_paper: Annotated[bool, typer.Option("--no-paper", help="Leave the published numbers out.")] = False,
     out: Annotated[Path | None, typer.Option(help="File to write; standard output if not given.")] = None,
 ) -> None:
     """Print the paper's tables from results, with intervals and paired tests."""
     with user_errors():
         from stacktok.evaluation.cells import find_results
-        from stacktok.evaluation.report import WRITERS, build_report
+        from stacktok.evaluation.formats import WRITERS
+        from stacktok.evaluation.report import build_report
         from stacktok.evaluation.tables import read_study
 
         if form not in WRITERS:
             raise ValueError(f"format {form!r} is not known; use one of {', '.join(WRITERS)}")
-        studies = [read_study(found) for folder in results for found in find_results(folder)]
-        text = WRITERS[form][1](build_report(studies, baseline, paper=not no_paper))
+        shown = [found for folder in results for found in find_results(folder)]
+        judges = [] if dev is None else find_results(dev)
+        for found in judges:
+            if any(found.folder.samefile(own.folder) for own in shown):
+                raise ValueError(f"dev {found.folder} is among the results; give results on other items")
+        studies, others = ([read_study(found) for found in group] for group in (shown, judges))
+        text = WRITERS[form][1](build_report(studies, baseline, paper=not no_paper, dev=others))
         if out is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(text, encoding="utf-8")

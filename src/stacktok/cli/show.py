@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from stacktok.cli.common import load, model_path, open_image, prompt_inputs, stderr, user_errors
+from stacktok.cli.common import load, model_path, open_image, stderr, user_errors
 from stacktok.core.budget import parse_budget
+from stacktok.models.prompt import prompt_inputs
 
 
 def show(
@@ -24,6 +25,7 @@ def show(
 ) -> None:
     """Draw kept tokens, relevance per query word, the trajectory, and the nominees of crops."""
     with user_errors():
+        from stacktok.figures.files import save
         from stacktok.methods.registry import method_class
 
         kinds = [method_class(name) for name in method or ["stacktok"]]
@@ -36,7 +38,7 @@ def show(
             out.mkdir(parents=True, exist_ok=True)
             for name, figure in figures.items():
                 for ending in ("svg", "png"):
-                    figure.savefig(out / f"{name}.{ending}", dpi=150)
+                    save(figure, out / f"{name}.{ending}", dpi=150)
     for name in figures:
         print(out / f"{name}.svg")
         print(out / f"{name}.png")
@@ -66,25 +68,26 @@ def draw(
     numbered
         Write the order of selection.
     """
+    import numpy as np
     import torch
     from matplotlib.figure import Figure
 
+    from stacktok.core.affinity import affinities
     from stacktok.core.record import CropSelection, Selection
     from stacktok.figures.image import (
         comparison_figure,
-        crop_pictures,
         heat_figure,
         panel_data,
         relevance_maps,
         tile_layout,
     )
-    from stacktok.figures.trajectory import draw_nominees, draw_trajectory
+    from stacktok.figures.seen import seen_pictures
+    from stacktok.figures.trajectory import candidate_data, draw_nominees, draw_trajectory
     from stacktok.models.base import adapter_for
     from stacktok.models.query import word_ids
 
-    pixels = inputs.get("pixel_values")
-    pixels = None if pixels is None or pixels.ndim < 4 else pixels[0]
-    rows, first, record = [], None, None
+    rows, first = [], None
+    record: Selection | CropSelection | None = None
     for kind in kinds:
         row = []
         for budget in budgets:
@@ -92,9 +95,12 @@ def draw(
                 model.generate(**inputs, max_new_tokens=1, do_sample=False)
             result = pruned.last[0]
             first = first or result
-            if record is None and isinstance(result.selection, (Selection, CropSelection)):
-                record = result.selection
-            pictures = crop_pictures(picture, pixels, result.image, processor)
+            selection = result.selection
+            # The tightest budget has the steps that can be told apart.
+            if isinstance(selection, (Selection, CropSelection)) and (record is None or selection.k < record.k):
+                record = selection
+            seen = seen_pictures(picture, result.image, inputs["pixel_values"], processor.image_processor)
+            pictures = [np.asarray(view) / 255 for view in seen]
             name = f"{kind.__name__}, {budget}: {result.reduction.tokens} of {result.image.n} tokens"
             row.append((name, pictures, panel_data(result.image, result.reduction)))
         rows.append(row)
@@ -115,7 +121,9 @@ def draw(
         figures["nominees"] = figure
     if record is not None:
         single = record.crops[0] if isinstance(record, CropSelection) else record
+        crop = first.image.crops[0]
+        _, vision = affinities(crop.vision, crop.projected, None)
         figure = Figure(figsize=(6.4, 3.6), layout="constrained")
-        draw_trajectory(figure.subplots(), single)
+        draw_trajectory(figure.subplots(), single, candidate_data(single, vision, crop.eligible))
         figures["trajectory"] = figure
     return figures

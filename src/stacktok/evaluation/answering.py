@@ -93,16 +93,17 @@ class Answerer:
     """
 
     def __init__(self, pretrained: str, *, dtype: str = "auto", device: str | None = None) -> None:
-        from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+        from transformers import AutoConfig, AutoModelForImageTextToText
 
         from stacktok.models.base import supported
+        from stacktok.models.processor import load_processor
 
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         try:
             config = AutoConfig.from_pretrained(pretrained)
             if config.model_type not in supported():
                 raise ValueError(f"its model type {config.model_type!r} is not among {', '.join(supported())}")
-            self.processor: Any = AutoProcessor.from_pretrained(pretrained)  # type: ignore[no-untyped-call]
+            self.processor = load_processor(pretrained, config.model_type)
             kind = "auto" if dtype == "auto" else getattr(torch, dtype)
             model: Any = AutoModelForImageTextToText.from_pretrained(pretrained, dtype=kind)
         except (OSError, ValueError, KeyError) as error:

@@ -6,7 +6,7 @@ depend on the runtime, and the two can be held against each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from stacktok.core.tokens import EncodedImage, Reduction
 from stacktok.models.base import adapter_for
 from stacktok.models.query import word_ids
 from stacktok.runtime.compaction import Span, count_positions, gather_columns, gather_embeddings, lay_out
-from stacktok.runtime.tower import TowerTap
+from stacktok.runtime.tower import tapped_tower
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,14 +70,8 @@ class Loop:
         """A picture as the encoder leaves it: the image with the tower's attention, unpruned rows, image inputs."""
         inputs = self.processor.image_processor(images=picture, return_tensors="pt")
         arguments = {name: inputs[name] for name in ("pixel_values", "image_sizes") if name in inputs}
-        undo: list[Callable[[], object]] = []
-        tower = TowerTap(self.adapter, self.model, None)
-        tower.attach(undo)
-        try:
+        with tapped_tower(self.adapter, self.model, None) as tower:
             output = self.model.get_image_features(**arguments, return_dict=True)
-        finally:
-            for step in reversed(undo):
-                step()
         images = self.adapter.encode("image", output, arguments, self.model, self.processor)
         reading = tower.take()
         if reading is not None:

@@ -201,7 +201,7 @@ def differences(study: Study, baseline: str) -> list[Difference]:
                 compared = _compare(row.cells[name], other.cells[name])
                 if compared is not None:
                     found.append(Difference(row.model, row.budget, row.method, name, compared))
-        average = _compare_average(study, row, other)
+        average = compare_average(study, row, other)
         if average is not None:
             found.append(Difference(row.model, row.budget, row.method, None, average))
     return found
@@ -213,8 +213,8 @@ def _compare(mine: Measured, its: Measured) -> Comparison | None:
     return _tail(mine.score - its.score, mine.resampled(), its.resampled())
 
 
-def _compare_average(study: Study, row: Row, other: Row) -> Comparison | None:
-    """Difference of relative retention, paired item by item."""
+def compare_average(study: Study, row: Row, other: Row) -> Comparison | None:
+    """Difference of two rows' relative retention, paired item by item; None where one has no average or no interval."""
     full = study.row(row.model, FULL, None)
     columns = study.plan.columns
     if full is None or row.average is None or other.average is None:

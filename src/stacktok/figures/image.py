@@ -14,7 +14,7 @@ from stacktok.core.affinity import affinities
 from stacktok.core.inputs import Mask
 from stacktok.core.record import CropSelection, Selection
 from stacktok.core.tokens import EncodedImage, Reduction
-from stacktok.figures.kept import COVERAGE, OTHER, RELEVANCE, criteria_of, draw_kept
+from stacktok.figures.kept import COVERAGE, OTHER, RELEVANCE, criteria_of, draw_kept, outline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,8 +41,8 @@ class Panel:
         Tokens that were merged into one, per output token.
     eligible
         Tokens that may be kept; the others are hatched as padding.
-    share
-        Share of the image's kept tokens that lie in this crop.
+    tokens, share
+        Number of the crop's output tokens, and their share of the image's; CLS, which has no place, counts.
     """
 
     crop: int
@@ -52,6 +52,7 @@ class Panel:
     numbers: tuple[int, ...] | None
     regions: tuple[tuple[int, ...], ...]
     eligible: Mask
+    tokens: int
     share: float
 
 
@@ -60,9 +61,13 @@ def panel_data(image: EncodedImage, reduction: Reduction) -> list[Panel]:
     record = reduction.record
     orders = _orders(record)
     total = max(1, reduction.tokens)
+    sources = reduction.sources
     panels = []
     for number, crop in enumerate(image.crops):
         own = [i for i, (c, _) in enumerate(reduction.anchors.tolist()) if c == number]
+        count = len(own)
+        # A token made of no place, such as CLS, is counted and has no mark.
+        own = [i for i in own if len(sources[i])]
         indices = [int(reduction.anchors[i, 1]) for i in own]
         selection = record.crops[number] if isinstance(record, CropSelection) else record
         criteria = [""] * len(indices)
@@ -77,10 +82,8 @@ def panel_data(image: EncodedImage, reduction: Reduction) -> list[Panel]:
         steps = None
         if orders is not None:
             steps = tuple(orders.get((number, index), 0) for index in indices)
-        eligible = crop.eligible
-        panels.append(
-            Panel(number, crop.grid, tuple(indices), tuple(criteria), steps, tuple(regions), eligible, len(own) / total)
-        )
+        marks = (tuple(indices), tuple(criteria), steps, tuple(regions))
+        panels.append(Panel(number, crop.grid, *marks, crop.eligible, count, count / total))
     return panels
 
 
@@ -90,32 +93,6 @@ def _orders(record: Any) -> dict[tuple[int, int], int] | None:
     if isinstance(record, Selection):
         return {(0, token): step for step, token in enumerate(record.order.tolist(), start=1)}
     return None
-
-
-def crop_pictures(picture: Any, pixels: torch.Tensor | None, image: EncodedImage, processor: Any) -> list[NDArray[Any]]:
-    """The picture of every crop as the encoder saw it, in [0, 1].
-
-    Parameters
-    ----------
-    picture
-        The picture that was asked about.
-    pixels
-        Its processed pixels, (3, H, W) or (crops, 3, H, W); None where the encoder sees the whole picture resized.
-    image
-        The encoded image.
-    processor
-        The model's, whose normalisation is undone.
-    """
-    if pixels is None or pixels.ndim not in (3, 4):
-        whole = np.asarray(picture.convert("RGB"), dtype=np.float64) / 255
-        return [whole] * len(image.crops)
-    stack = pixels[None] if pixels.ndim == 3 else pixels
-    worker = processor.image_processor
-    mean, deviation = (torch.tensor(getattr(worker, name))[:, None, None] for name in ("image_mean", "image_std"))
-    return [
-        (crop.float().cpu() * deviation + mean).clamp(0, 1).permute(1, 2, 0).numpy().astype(np.float64)
-        for crop in stack[: len(image.crops)]
-    ]
 
 
 def draw_panel(axes: Axes, picture: NDArray[Any], panel: Panel, *, numbered: bool = False) -> None:
@@ -145,19 +122,8 @@ def draw_regions(axes: Axes, grid: tuple[int, int], regions: Sequence[Sequence[i
     from matplotlib.collections import LineCollection
 
     colours = [colormaps["tab20"](number) for number in range(20)]
-    columns = grid[1]
     for number, region in enumerate(regions):
-        cells = {(token // columns, token % columns) for token in region}
-        edges = []
-        for row, column in cells:
-            if (row - 1, column) not in cells:
-                edges.append([(column, row), (column + 1, row)])
-            if (row + 1, column) not in cells:
-                edges.append([(column, row + 1), (column + 1, row + 1)])
-            if (row, column - 1) not in cells:
-                edges.append([(column, row), (column, row + 1)])
-            if (row, column + 1) not in cells:
-                edges.append([(column + 1, row), (column + 1, row + 1)])
+        edges = outline(region, grid[1])
         axes.add_collection(LineCollection(edges, colors=[colours[number % 20]], linewidths=1.6, zorder=2.5))
 
 
@@ -201,7 +167,7 @@ def draw_image(
 
 
 def _share(name: str, panel: Panel) -> str:
-    return f"{name}: {len(panel.indices)} ({100 * panel.share:.0f} %)"
+    return f"{name}: {panel.tokens} ({100 * panel.share:.0f} %)"
 
 
 def tile_layout(processor: Any, size: tuple[int, int], crops: int) -> tuple[int, int] | None:

@@ -13,8 +13,8 @@ from stacktok.core.inputs import Mask
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-RELEVANCE, COVERAGE, OTHER = "#e8731a", "#006964", "#5c5c5c"
-"""The paper's colours: orange for relevance, teal for coverage; grey for tokens that neither scored."""
+RELEVANCE, COVERAGE, OTHER, MERGED = "#e8731a", "#006964", "#5c5c5c", "#7b4fa3"
+"""The paper's colours: orange for relevance, teal for coverage; grey for neither, purple for tokens made of several."""
 
 _MARKS = {"relevance": ("o", RELEVANCE), "coverage": ("^", COVERAGE)}
 
@@ -88,3 +88,27 @@ def criteria_of(selection: Any) -> list[str]:
     """What scored each kept token of a `Selection`, in the order of its indices; "swap" for those swapped in."""
     scored = dict(zip(selection.order.tolist(), selection.criterion, strict=True))
     return [scored.get(index, "swap") for index in selection.indices.tolist()]
+
+
+def outline(tokens: Sequence[int], columns: int) -> list[list[tuple[int, int]]]:
+    """The edges between some tokens' cells and all others, each as two (x, y) corners.
+
+    Parameters
+    ----------
+    tokens
+        In raster numbering.
+    columns
+        Of the grid.
+    """
+    cells = {(token // columns, token % columns) for token in tokens}
+    edges = []
+    for row, column in sorted(cells):
+        if (row - 1, column) not in cells:
+            edges.append([(column, row), (column + 1, row)])
+        if (row + 1, column) not in cells:
+            edges.append([(column, row + 1), (column + 1, row + 1)])
+        if (row, column - 1) not in cells:
+            edges.append([(column, row), (column, row + 1)])
+        if (row, column + 1) not in cells:
+            edges.append([(column + 1, row), (column + 1, row + 1)])
+    return edges

@@ -6,8 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from stacktok.core.affinity import Affinity
+from stacktok.core.coverage import gain_sums, row_thresholds
+from stacktok.core.inputs import Mask
 from stacktok.core.record import CropSelection, Selection
 from stacktok.figures.kept import COVERAGE, OTHER, RELEVANCE
 
@@ -17,7 +21,64 @@ if TYPE_CHECKING:
 _LOOK = {"relevance": ("o", RELEVANCE), "coverage": ("^", COVERAGE)}
 
 
-def draw_trajectory(axes: Axes, selection: Selection) -> None:
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """Tokens that a run could have added and did not.
+
+    Attributes
+    ----------
+    steps
+        Size of the set to which each would have been added, (p,).
+    tokens
+        Which token, (p,).
+    coverage
+        C of the set with that token, (p,).
+    """
+
+    steps: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    coverage: NDArray[np.float64]
+
+
+def candidate_data(selection: Selection, vision_affinity: Affinity, eligible: Mask, per_step: int = 5) -> Candidates:
+    """Some of the candidates of every step, evenly over their ranking by coverage, best and worst among them.
+
+    Parameters
+    ----------
+    selection
+        The record of a run.
+    vision_affinity
+        A^vv of that run, (n, n).
+    eligible
+        Tokens that may be kept, (n,).
+    per_step
+        How many at most.
+    """
+    if per_step < 1:
+        raise ValueError(f"per_step={per_step} must be at least 1")
+    affinity = torch.from_numpy(vision_affinity)
+    best = row_thresholds(affinity, [])
+    free = eligible.copy()
+    steps, tokens, values = [], [], []
+    for t, chosen in enumerate(selection.order.tolist()):
+        reached = float(best.sum())
+        gains = gain_sums(affinity, best).numpy()
+        free[chosen] = False
+        others = np.flatnonzero(free)
+        ranked = others[np.argsort(-gains[others], kind="stable")]
+        shown = (
+            ranked[np.unique(np.linspace(0, len(ranked) - 1, per_step).round().astype(np.int64))]
+            if len(ranked)
+            else ranked
+        )
+        steps += [t] * len(shown)
+        tokens += shown.tolist()
+        values += ((reached + gains[shown]) / len(affinity)).tolist()
+        best = torch.maximum(best, affinity[:, chosen].double())
+    return Candidates(np.array(steps, dtype=np.int64), np.array(tokens, dtype=np.int64), np.array(values))
+
+
+def draw_trajectory(axes: Axes, selection: Selection, candidates: Candidates | None = None) -> None:
     """Figure 2(a): coverage of the growing set against its target, every addition marked by what scored it.
 
     Parameters
@@ -26,7 +87,11 @@ def draw_trajectory(axes: Axes, selection: Selection) -> None:
         Where to draw.
     selection
         The record of a run.
+    candidates
+        Additions that were possible and not made: faded dots and branches in the colour of the step's criterion.
     """
+    if candidates is not None:
+        _draw_candidates(axes, selection, candidates)
     sizes = np.arange(selection.k + 1)
     axes.plot(sizes, selection.reference, color=OTHER, lw=1, ls=":", label="coverage-only reference")
     axes.plot(sizes, selection.target, color="black", lw=1.2, ls="--", label="support target")
@@ -54,6 +119,17 @@ def draw_trajectory(axes: Axes, selection: Selection) -> None:
     axes.set_title(f"strictness {selection.strictness:.2f}, gate bound at {bound} of {selection.k} steps", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=8, frameon=False)
+
+
+def _draw_candidates(axes: Axes, selection: Selection, candidates: Candidates) -> None:
+    from matplotlib.collections import LineCollection
+
+    colours = [_LOOK.get(selection.criterion[t], ("s", OTHER))[1] for t in candidates.steps.tolist()]
+    reached = selection.coverage[candidates.steps]
+    ends = np.stack([candidates.steps + 1.0, candidates.coverage], axis=1)
+    branches = np.stack([np.stack([candidates.steps, reached], axis=1), ends], axis=1)
+    axes.add_collection(LineCollection(list(branches), colors=colours, linewidths=0.6, alpha=0.16, zorder=0.5))
+    axes.scatter(ends[:, 0], ends[:, 1], s=7, c=colours, alpha=0.3, lw=0, zorder=0.6, label="not chosen")
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,3 +62,16 @@ class TowerTap:
                 scores = received_attention(q[:, first:], k, scaling)
             reading.scores.append(scores[first:])
             reading.keys.append(k[:, first:].mean(0))
+
+
+@contextmanager
+def tapped_tower(adapter: ModelAdapter, model: Any, signal: str | None) -> Iterator[TowerTap]:
+    """A `TowerTap` on a model's tower while the block lasts, for encoding outside an attachment."""
+    undo: list[Callable[[], object]] = []
+    tap = TowerTap(adapter, model, signal)
+    tap.attach(undo)
+    try:
+        yield tap
+    finally:
+        for step in reversed(undo):
+            step()

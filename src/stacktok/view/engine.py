@@ -8,11 +8,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,65 +22,24 @@ from stacktok.core.crops import Crop, PreparedCrops, prepare_crops
 from stacktok.core.record import CropSelection, Selection
 from stacktok.core.selection import PreparedImage, prepare
 from stacktok.core.tokens import EncodedImage, Ints
-from stacktok.methods.base import FeatureMethod
-from stacktok.methods.registry import available
+from stacktok.figures.seen import seen_pictures
+from stacktok.methods.base import FeatureMethod, Method
 from stacktok.methods.stacktok import StackTok
 from stacktok.models.base import adapter_for
+from stacktok.models.prompt import prompt_inputs
 from stacktok.models.query import word_ids
 from stacktok.runtime.question import QuestionReader
 from stacktok.runtime.run import PROMPT
+from stacktok.runtime.tower import tapped_tower
 from stacktok.view import trace
+from stacktok.view.held import Asked, Left, Picture, tile_places
 from stacktok.view.jobs import Job
-from stacktok.view.pictures import Limits, Refused, crop_pictures, decode, png
+from stacktok.view.offer import default_methods
+from stacktok.view.pictures import Limits, Refused, decode, png
+from stacktok.view.recent import Recent
 from stacktok.view.samples import Sample
 
-T = TypeVar("T")
-
 _PICTURES, _QUESTIONS, _ANSWERS = 8, 16, 256
-
-
-@dataclass(eq=False)
-class Picture:
-    """A picture that the model has seen.
-
-    Attributes
-    ----------
-    name
-        Its name in links: of a sample, or of the file's content.
-    image
-        What was sent, in RGB.
-    encoded, features
-        As the adapter read the encoder's output, and that output.
-    prepared
-        The coverage side, done.
-    crops
-        What the encoder saw, as PNG, per crop.
-    seconds
-        Time of encoding and of preparing.
-    """
-
-    name: str
-    image: Image.Image
-    encoded: EncodedImage
-    features: Any
-    prepared: PreparedImage | PreparedCrops
-    crops: list[bytes]
-    seconds: dict[str, float]
-
-    @property
-    def units(self) -> tuple[PreparedImage, ...]:
-        """The prepared image of every crop."""
-        return self.prepared.crops if isinstance(self.prepared, PreparedCrops) else (self.prepared,)
-
-
-@dataclass(eq=False)
-class Asked:
-    """A question on a picture: its words, their embeddings, and the runs that were made for it."""
-
-    words: list[str]
-    rows: list[list[int]]
-    query: torch.Tensor
-    records: dict[str, tuple[Selection | CropSelection, float]] = field(default_factory=dict)
 
 
 class Engine:
@@ -110,7 +68,7 @@ class Engine:
         *,
         name: str,
         samples: Sequence[Sample] = (),
-        methods: Mapping[str, FeatureMethod] | None = None,
+        methods: Mapping[str, Method] | None = None,
         limits: Limits | None = None,
         max_new_tokens: int = 32,
     ) -> None:
@@ -121,9 +79,10 @@ class Engine:
         self.limits = limits or Limits()
         self.max_new_tokens = max_new_tokens
         self._reader = QuestionReader(model, processor, self.adapter)
-        self._pictures: _Recent[str, Picture] = _Recent(_PICTURES)
-        self._asked: _Recent[tuple[str, str], Asked] = _Recent(_QUESTIONS)
-        self._answers: _Recent[tuple[str, str, str, int | None], dict[str, Any]] = _Recent(_ANSWERS)
+        self._pictures: Recent[str, Picture] = Recent(_PICTURES)
+        self._asked: Recent[tuple[str, str], Asked] = Recent(_QUESTIONS)
+        self._answers: Recent[tuple[str, str, str, int | None], tuple[dict[str, Any], Left | None]] = Recent(_ANSWERS)
+        self._left: Recent[tuple[str, str, str, int], Left] = Recent(_ANSWERS)
         self._sample_names = set(self.samples)
 
     def warm_up(self) -> None:
@@ -131,9 +90,8 @@ class Engine:
         for name, sample in list(self.samples.items())[:1]:
             question, method = (*sample.questions, "What is this?")[0], next(iter(self.methods))
             self.walk(name, question, method)
-            job = Job("", 0, lambda _: None)
-            self.answer(name, question, method, 1, job)
-            self.answer(name, question, None, None, job)
+            self.answer(name, question, method, 1)
+            self.answer(name, question, None, None)
 
     def upload(self, data: bytes) -> Picture:
         """Take a picture file; the same file again is the same picture."""
@@ -157,7 +115,7 @@ class Engine:
     def describe(self, picture: Picture) -> dict[str, Any]:
         """What the page must know about a picture."""
         sample = self.samples.get(picture.name)
-        rows = _tile_rows(picture.encoded)
+        rows = tile_places(picture.encoded)
         return {
             "image": picture.name,
             "width": picture.image.width,
@@ -199,14 +157,12 @@ class Engine:
         ]
         return base | {"anytime": True, "order": trace.order_of(record), "crops": crops, "seconds": seconds}
 
-    def kept(self, name: str, question: str, method: str, budget: int) -> dict[str, Any]:
+    def kept(self, name: str, question: str, method: str, budget: int, job: Job | None = None) -> dict[str, Any]:
         """What a method keeps at one budget, and how it scores by the selector's own measures."""
         picture, asked = self.picture(name), self.ask(name, question)
-        begin = time.perf_counter()
-        indices = self.indices(picture, asked, method, budget)
-        seconds = time.perf_counter() - begin
+        left = self.left(picture, question, method, budget, job)
         crops = []
-        for unit, own in zip(picture.units, indices, strict=True):
+        for unit, own in zip(picture.units, self.indices(picture, left), strict=True):
             chosen = own.tolist()
             query = unit.query_affinity(asked.query)
             crops.append(
@@ -222,16 +178,20 @@ class Engine:
             "question": question,
             "method": method,
             "budget": budget,
+            "tokens": len(left.reduction),
+            "separators": len(left.reduction) - left.reduction.tokens,
+            "cls": left.reduction.tokens - len(left.placed),
             "crops": crops,
-            "seconds": seconds,
+            "merged": left.merged,
+            "per_layer": list(left.per_layer),
+            "seconds": left.reduction.seconds,
         }
 
-    def answer(self, name: str, question: str, method: str | None, budget: int | None, job: Job) -> dict[str, Any]:
+    def answer(
+        self, name: str, question: str, method: str | None, budget: int | None, job: Job | None = None
+    ) -> dict[str, Any]:
         """The model's answer with a method at a budget, or with all tokens where both are None."""
-        picture = self.picture(name)
-        return self._answers.get(
-            (name, question, method or "", budget), lambda: self._generate(picture, question, method, budget, job)
-        )
+        return self._answered(self.picture(name), question, method, budget, job)[0]
 
     def ask(self, name: str, question: str) -> Asked:
         """The query that the runtime would read from the prompt."""
@@ -258,34 +218,73 @@ class Engine:
             return None
         return asked.records[method]
 
-    def selection(self, picture: Picture, asked: Asked, method: str, budget: int) -> Any:
-        """The method's record at a budget: what `stacktok ask` would keep."""
-        found = self.record(picture, asked, method)
-        if found is not None:
-            return found[0].prefix(min(budget, found[0].k), refine=True)
-        return self.method(method).reduce(picture.encoded, asked.query, budget).record
+    def left(self, picture: Picture, question: str, method: str, budget: int, job: Job | None = None) -> Left:
+        """What a method leaves at a budget: what `stacktok ask` would keep."""
+        found = self.record(picture, self.ask(picture.name, question), method)
+        if found is None:
+            return self._left.get(
+                (picture.name, question, method, budget), lambda: self._leave(picture, question, method, budget, job)
+            )
+        # Not held: it is had in no time, and its record keeps the picture's affinities alive.
+        begin = time.perf_counter()
+        record = found[0].prefix(min(budget, found[0].k), refine=True)
+        indices = [crop.indices for crop in trace.crop_records(record)]
+        reduction = picture.encoded.keep(indices, record=record).timed(time.perf_counter() - begin)
+        return Left(reduction, (len(reduction),) * self._depth)
 
-    def indices(self, picture: Picture, asked: Asked, method: str, budget: int) -> list[Ints]:
-        """Kept tokens per crop at a budget, ascending."""
-        found = self.record(picture, asked, method)
-        if found is not None:
-            record = found[0].prefix(min(budget, found[0].k), refine=True)
-            return [crop.indices for crop in trace.crop_records(record)]
-        anchors = self.method(method).reduce(picture.encoded, asked.query, budget).anchors
+    @staticmethod
+    def indices(picture: Picture, left: Left) -> list[Ints]:
+        """Kept tokens per crop, ascending."""
+        anchors = left.reduction.anchors[left.placed]
         return [np.sort(anchors[anchors[:, 0] == c, 1]) for c in range(len(picture.encoded.crops))]
 
-    def method(self, name: str) -> FeatureMethod:
+    def method(self, name: str) -> Method:
         """A method by name."""
         if name not in self.methods:
             raise Refused(404, f"No method is called {name!r}; the methods are {', '.join(self.methods)}.")
         return self.methods[name]
 
+    def _leave(self, picture: Picture, question: str, method: str, budget: int, job: Job | None) -> Left:
+        chosen, asked = self.method(method), self.ask(picture.name, question)
+        if isinstance(chosen, FeatureMethod):
+            (reduction,) = chosen.reduce_prompt([self._encoded_for(chosen, picture)], asked.query, budget)
+            return Left(reduction, (len(reduction),) * self._depth)
+        # What a method inside the language model keeps is known when that has run.
+        left = self._answered(picture, question, method, budget, job)[1]
+        if left is None:
+            raise Refused(422, f"{method} pruned nothing of this picture; choose another method.")
+        return left
+
+    @property
+    def _depth(self) -> int:
+        return len(self.adapter.layers(self.model))
+
+    def _encoded_for(self, method: Method, picture: Picture) -> EncodedImage:
+        """The encoded picture, with the tower's attention for a method that reads it."""
+        if method.facts.attention != "vision tower":
+            return picture.encoded
+        signal = getattr(method, "signal", None)
+        if signal not in picture.attended:
+            with tapped_tower(self.adapter, self.model, signal) as tower, torch.no_grad():
+                output = self._features(picture.arguments)
+            reading = tower.take()
+            if reading is None:
+                raise Refused(422, f"The vision tower of {self.name} showed no attention; choose another method.")
+            (picture.attended[signal],) = self.adapter.add_attention(
+                [picture.encoded], reading, output, picture.arguments, self.model
+            )
+        return picture.attended[signal]
+
+    def _features(self, arguments: Mapping[str, Any]) -> Any:
+        base: Any = self.adapter.base(self.model)
+        return base.get_image_features(**arguments)
+
     def _encode(self, name: str, image: Image.Image) -> Picture:
-        inputs = self._inputs(image, "")
+        inputs = prompt_inputs(self.processor, image, "", self.model)
         arguments = {key: inputs[key] for key in ("pixel_values", "image_sizes", "image_grid_thw") if key in inputs}
         begin = time.perf_counter()
         with torch.no_grad():
-            features = self.adapter.base(self.model).get_image_features(**arguments)  # type: ignore[operator]
+            features = self._features(arguments)
         (encoded,) = self.adapter.encode("image", features, arguments, self.model, self.processor)
         encoding = time.perf_counter() - begin
         begin = time.perf_counter()
@@ -300,14 +299,14 @@ class Engine:
                 tau_query=encoded.tau_query,
             )
         seconds = {"encode": encoding, "prepare": time.perf_counter() - begin}
-        views = crop_pictures(image, encoded, inputs["pixel_values"], self.processor.image_processor)
-        return Picture(name, image, encoded, features, prepared, [png(view) for view in views], seconds)
+        views = seen_pictures(image, encoded, inputs["pixel_values"], self.processor.image_processor)
+        return Picture(name, image, arguments, encoded, features, prepared, [png(view) for view in views], seconds)
 
     def _read(self, picture: Picture, question: str) -> Asked:
         if not question.strip():
             width = picture.encoded.crops[0].projected.shape[1]
             return Asked([], [], torch.zeros((0, width)))
-        inputs = self._inputs(picture.image, question)
+        inputs = prompt_inputs(self.processor, picture.image, question, self.model)
         ids = inputs["input_ids"][0]
         mask = torch.ones_like(ids, dtype=torch.bool)
         for token in self.adapter.modalities.values():
@@ -323,20 +322,33 @@ class Engine:
             raise Refused(422, "The question has no words that the model knows; type another.")
         return Asked(words, rows, query.to(picture.encoded.crops[0].projected.device))
 
+    def _answered(
+        self, picture: Picture, question: str, method: str | None, budget: int | None, job: Job | None
+    ) -> tuple[dict[str, Any], Left | None]:
+        return self._answers.get(
+            (picture.name, question, method or "", budget),
+            lambda: self._generate(picture, question, method, budget, job),
+        )
+
     def _generate(
-        self, picture: Picture, question: str, method: str | None, budget: int | None, job: Job
-    ) -> dict[str, Any]:
+        self, picture: Picture, question: str, method: str | None, budget: int | None, job: Job | None
+    ) -> tuple[dict[str, Any], Left | None]:
         from transformers import StoppingCriteria, StoppingCriteriaList
 
         class Wanted(StoppingCriteria):  # type: ignore[misc,unused-ignore]
             def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> Any:
-                return torch.full((len(input_ids),), job.cancelled, dtype=torch.bool, device=input_ids.device)
+                stop = job is not None and job.cancelled
+                return torch.full((len(input_ids),), stop, dtype=torch.bool, device=input_ids.device)
 
-        inputs = self._inputs(picture.image, question)
+        inputs = prompt_inputs(self.processor, picture.image, question, self.model)
         pruning: Any = nullcontext()
+        features = picture.features
         if method is not None:
-            pruning = replace(self.method(method), budget=budget)(self.model, self.processor)
-        with self._recalled(picture.features), pruning as pruned, torch.no_grad():
+            chosen = self.method(method)
+            pruning = replace(chosen, budget=budget)(self.model, self.processor)
+            if chosen.facts.attention == "vision tower":
+                features = None
+        with self._recalled(features) as encoding, pruning as pruned, torch.no_grad():
             begin = time.perf_counter()
             out = self.model.generate(
                 **inputs,
@@ -344,100 +356,45 @@ class Engine:
                 do_sample=False,
                 stopping_criteria=StoppingCriteriaList([Wanted()]),
             )
-            seconds = time.perf_counter() - begin
-        job.check()
+            seconds = time.perf_counter() - begin - sum(encoding)
+        if job is not None:
+            job.check()
         new = out[0, inputs["input_ids"].shape[1] :]
-        return {
+        result = pruned.last[0] if pruned is not None and pruned.last else None
+        tokens = picture.encoded.length if result is None else len(result.reduction)
+        answer = {
             "answer": self.processor.tokenizer.decode(new, skip_special_tokens=True).strip(),
-            "tokens": pruned.after if pruned is not None else picture.encoded.length,
+            "tokens": tokens,
+            "per_layer": [tokens] * self._depth if result is None else list(result.per_layer),
             "generated": len(new),
             "seconds": seconds,
         }
-
-    def _inputs(self, image: Image.Image, question: str) -> Any:
-        content = [{"type": "image"}, {"type": "text", "text": question}]
-        if getattr(self.processor, "chat_template", None):
-            prompt = self.processor.apply_chat_template(
-                [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-            )
-        else:
-            prompt = f"USER: {getattr(self.processor, 'image_token', '<image>')}\n{question} ASSISTANT:"
-        inputs = self.processor(images=[image], text=[prompt], return_tensors="pt")
-        parameter = next(self.model.parameters())
-        return inputs.to(parameter.device, parameter.dtype)
+        if result is None or method is None or self.method(method).stage != "inside":
+            return answer, None
+        return answer, Left(result.reduction, result.per_layer)
 
     @contextmanager
-    def _recalled(self, features: Any) -> Iterator[None]:
-        """Answer for the encoder with what it said before; every call gets an output of its own."""
+    def _recalled(self, features: Any | None) -> Iterator[list[float]]:
+        """Answer for the encoder with what it said before; every call gets an output of its own.
+
+        Where that is None the encoder runs, and the list receives the time that it takes.
+        """
         function: Any = self.adapter.base(self.model).get_image_features
+        taken: list[float] = []
 
         @functools.wraps(function)
         def recall(*args: Any, **kwargs: Any) -> Any:
-            return type(features)(**features)
+            if features is not None:
+                return type(features)(**features)
+            begin = time.perf_counter()
+            output = function(*args, **kwargs)
+            taken.append(time.perf_counter() - begin)
+            return output
 
         # An attribute of this one model object, which belongs to the inspector; gone on exit.
         attributes = self.adapter.base(self.model).__dict__
         attributes["get_image_features"] = recall
         try:
-            yield
+            yield taken
         finally:
             attributes.pop("get_image_features", None)
-
-
-def default_methods() -> dict[str, FeatureMethod]:
-    """Every method that works on encoded pictures, then the selector's variants: deeper relevance and ablations.
-
-    Methods that read attention scores need the encoder or the language model to run; here neither does.
-    """
-    methods: dict[str, FeatureMethod] = {}
-    for name, kind in available().items():
-        if issubclass(kind, FeatureMethod) and not kind.facts.attention:
-            methods[name] = kind()
-    return methods | {
-        "stacktok, depth 8": StackTok(relevance_depth=8),
-        "relevance only": StackTok(criterion="relevance"),
-        "coverage only": StackTok(criterion="coverage"),
-        "scalarized": StackTok(criterion="scalarized", swap_limit=0),
-    }
-
-
-K = TypeVar("K", bound=Hashable)
-
-
-class _Recent(OrderedDict[K, T]):
-    """The last few results, made when they are not there."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.size = size
-
-    def find(self, key: K) -> T | None:
-        if key in self:
-            self.move_to_end(key)
-        return super().get(key)
-
-    def get(self, key: K, make: Callable[[], T]) -> T:  # type: ignore[override]
-        if key not in self:
-            self[key] = make()
-            while len(self) > self.size:
-                self.popitem(last=False)
-        self.move_to_end(key)
-        return self[key]
-
-
-def _tile_rows(encoded: EncodedImage) -> list[list[int] | None]:
-    """Row and column of every tile on its canvas; None for a view that is no tile."""
-    first: dict[int, int] = {}
-    for c, crop in enumerate(encoded.crops):
-        if crop.separators is not None and crop.eligible.any():
-            first[c] = int(crop.separators[crop.eligible].min())
-    lines = sorted(set(first.values()))
-    columns = dict.fromkeys(lines, 0)
-    places: list[list[int] | None] = []
-    for c in range(len(encoded.crops)):
-        if c not in first:
-            places.append(None)
-            continue
-        places.append([lines.index(first[c]), columns[first[c]]])
-        columns[first[c]] += 1
-    return places

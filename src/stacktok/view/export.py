@@ -10,9 +10,10 @@ from xml.sax.saxutils import escape
 
 from stacktok.core.record import CropSelection, Selection
 from stacktok.core.tokens import EncodedCrop
-from stacktok.figures.kept import COVERAGE, OTHER, RELEVANCE
-from stacktok.methods.base import FeatureMethod
-from stacktok.view.engine import Engine, Picture
+from stacktok.figures.kept import COVERAGE, MERGED, OTHER, RELEVANCE, outline
+from stacktok.methods.base import Method
+from stacktok.view.engine import Engine
+from stacktok.view.held import Picture
 from stacktok.view.trace import crop_records
 
 _CELL, _GAP, _CAPTION = 16, 12, 44
@@ -21,8 +22,8 @@ _CELL, _GAP, _CAPTION = 16, 12, 44
 def json_trace(engine: Engine, name: str, question: str, method: str, budget: int) -> dict[str, Any]:
     """Everything about a selection: its record at the budget, exactly as the library writes it."""
     picture, asked = engine.picture(name), engine.ask(name, question)
-    record = engine.selection(picture, asked, method, budget)
-    indices = engine.indices(picture, asked, method, budget)
+    left = engine.left(picture, question, method, budget)
+    record = left.reduction.record
     return {
         "model": engine.name,
         "image": name,
@@ -32,7 +33,10 @@ def json_trace(engine: Engine, name: str, question: str, method: str, budget: in
         "parameters": _parameters(engine.method(method)),
         "budget": budget,
         "grids": [list(crop.grid) for crop in picture.encoded.crops],
-        "indices": [own.tolist() for own in indices],
+        "indices": [own.tolist() for own in engine.indices(picture, left)],
+        "tokens": len(left.reduction),
+        "merged": left.merged,
+        "per_layer": list(left.per_layer),
         "selection": json.loads(record.to_json()) if isinstance(record, (Selection, CropSelection)) else None,
     }
 
@@ -84,21 +88,22 @@ def python_lines(engine: Engine, name: str, question: str, method: str, budget: 
 
 def svg(engine: Engine, name: str, question: str, method: str, budget: int) -> str:
     """Kept tokens on what the encoder saw: circles by relevance, triangles by coverage, squares by neither."""
-    picture, asked = engine.picture(name), engine.ask(name, question)
-    record = engine.selection(picture, asked, method, budget)
-    indices = engine.indices(picture, asked, method, budget)
+    picture = engine.picture(name)
+    left = engine.left(picture, question, method, budget)
+    record, indices = left.reduction.record, engine.indices(picture, left)
     scored: list[dict[int, str]] = [{} for _ in indices]
     if isinstance(record, (Selection, CropSelection)):
         for by, crop in zip(scored, crop_records(record), strict=True):
             by.update(zip(crop.order.tolist(), crop.criterion, strict=True))
-    parts, left, height = [], 0, 0
+    parts, x, height = [], 0, 0
     for c, own in enumerate(indices):
-        parts.append(f'<g transform="translate({left} 0)">{_crop(picture, c, own.tolist(), scored[c])}</g>')
+        regions = [[t for crop, t in entry["sources"] if crop == c] for entry in left.merged]
+        parts.append(f'<g transform="translate({x} 0)">{_crop(picture, c, own.tolist(), scored[c], regions)}</g>')
         rows, columns = picture.encoded.crops[c].grid
-        left += columns * _CELL + _GAP
+        x += columns * _CELL + _GAP
         height = max(height, rows * _CELL)
-    width = max(left - _GAP, 320)
-    caption = f"{method}: {sum(map(len, indices))} of {picture.encoded.n} tokens"
+    width = max(x - _GAP, 320)
+    caption = f"{method}: {len(left.reduction)} of {picture.encoded.n} tokens"
     text = '<text x="4" y="{y}" font-family="sans-serif" font-size="14" fill="#222">{text}</text>'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height + _CAPTION}" width="{width}" '
@@ -109,7 +114,7 @@ def svg(engine: Engine, name: str, question: str, method: str, budget: int) -> s
     )
 
 
-def _crop(picture: Picture, c: int, kept: list[int], scored: dict[int, str]) -> str:
+def _crop(picture: Picture, c: int, kept: list[int], scored: dict[int, str], regions: list[list[int]]) -> str:
     crop: EncodedCrop = picture.encoded.crops[c]
     rows, columns = crop.grid
     width, height = columns * _CELL, rows * _CELL
@@ -121,9 +126,13 @@ def _crop(picture: Picture, c: int, kept: list[int], scored: dict[int, str]) -> 
         if token not in held
     )
     marks = "".join(_mark(token % columns, token // columns, scored.get(token, "")) for token in kept)
+    edges = [edge for region in regions for edge in outline(region, columns)]
+    lines = "".join(f"M{a * _CELL} {b * _CELL}L{u * _CELL} {v * _CELL}" for (a, b), (u, v) in edges)
+    borders = f'<path d="{lines}" stroke="{MERGED}" stroke-width="1.5" fill="none"/>' if lines else ""
     return (
         f'<image href="data:image/png;base64,{data}" width="{width}" height="{height}" preserveAspectRatio="none"/>'
-        f'<path d="{dropped}" fill="#fff" fill-opacity="0.72"/><g stroke="#fff" stroke-width="1">{marks}</g>'
+        f'<path d="{dropped}" fill="#fff" fill-opacity="0.72"/>{borders}'
+        f'<g stroke="#fff" stroke-width="1">{marks}</g>'
     )
 
 
@@ -136,5 +145,5 @@ def _mark(column: int, row: int, criterion: str) -> str:
     return f'<rect x="{x - r}" y="{y - r}" width="{2 * r}" height="{2 * r}" fill="{OTHER}"/>'
 
 
-def _parameters(method: FeatureMethod) -> dict[str, Any]:
+def _parameters(method: Method) -> dict[str, Any]:
     return {field.name: getattr(method, field.name) for field in fields(method) if field.name != "budget"}

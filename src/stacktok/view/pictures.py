@@ -1,16 +1,12 @@
-"""Pictures in and out: uploads decoded within limits, in memory alone, and what the encoder saw of them."""
+"""Pictures in and out: uploads decoded within limits, in memory alone; PNG files."""
 
 from __future__ import annotations
 
 import io
 import warnings
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from PIL import Image, ImageOps
-
-from stacktok.core.tokens import EncodedImage
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Decoders that an upload may reach; Pillow's others stay closed."""
@@ -100,38 +96,3 @@ def png(image: Image.Image) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()
-
-
-def crop_pictures(image: Image.Image, encoded: EncodedImage, pixels: Any, image_processor: Any) -> list[Image.Image]:
-    """What the encoder saw: one picture per crop, on which its grid of tokens lies.
-
-    Parameters
-    ----------
-    image
-        The picture that was sent.
-    encoded
-        Its crops.
-    pixels
-        The processor's pixel values: views (3, H, W) with any leading dimensions, or patches of a whole picture.
-    image_processor
-        Whose normalisation is undone.
-    """
-    if pixels.ndim >= 4:
-        views = pixels.reshape(-1, *pixels.shape[-3:]).float().cpu()
-        if len(views) >= len(encoded.crops):
-            return [_picture(view, image_processor) for view in views[: len(encoded.crops)]]
-    # Families that cut a picture into patches themselves scale it as a whole.
-    rows, columns = encoded.crops[0].grid
-    scale = 28 if max(rows, columns) * 28 <= 2048 else max(1, 2048 // max(rows, columns))
-    whole = image.resize((columns * scale, rows * scale), Image.Resampling.BICUBIC)
-    return [whole] * len(encoded.crops)
-
-
-def _picture(view: torch.Tensor, image_processor: Any) -> Image.Image:
-    if getattr(image_processor, "do_normalize", False):
-        mean, std = (torch.tensor(getattr(image_processor, f"image_{name}")) for name in ("mean", "std"))
-        view = view * std[:, None, None] + mean[:, None, None]
-    if getattr(image_processor, "do_rescale", False):
-        view = view / image_processor.rescale_factor
-    array = view.round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
-    return Image.fromarray(array)

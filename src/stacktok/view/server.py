@@ -166,7 +166,9 @@ def create_app(engine: Engine, *, hosts: tuple[str, ...] = (), waiting: int = 16
     @app.post("/api/kept")
     async def kept(query: AtBudget, page: Page, serial: Serial) -> dict[str, Any]:
         """What a method keeps at one budget."""
-        return await run(page, serial, lambda _: engine.kept(query.image, query.question, query.method, query.budget))
+        return await run(
+            page, serial, lambda job: engine.kept(query.image, query.question, query.method, query.budget, job)
+        )
 
     @app.post("/api/answer")
     async def answer(query: AtBudget, page: Page, serial: Serial) -> dict[str, Any]:

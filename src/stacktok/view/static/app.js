@@ -260,9 +260,12 @@ function buildTiles() {
   )));
 }
 
+// The panels whose runs have steps; the film, the curves and the tiles' sizes follow the first of them.
+const stepped = () => panels.filter(({ walk }) => walk && walk.anytime);
+
 function buildCurves() {
-  const [first, second] = panels.map(({ walk }) => (walk && walk.anytime ? walk.crops[state.crop] : null));
-  curves.setRun(first, second, panels.map(({ method }) => method));
+  const [first, second] = stepped().map(({ walk }) => walk.crops[state.crop]);
+  curves.setRun(first, second, stepped().map(({ method }) => method));
   $('which').textContent = picture.crops.length > 1 ? `· view ${state.crop + 1} of ${picture.crops.length}` : '';
 }
 
@@ -273,7 +276,7 @@ function shown(panel) {
   if (!walk) return null;
   if (!walk.anytime) {
     if (!set) return null;
-    return { crops: set.crops.map((crop) => ({ ...crop, size: crop.indices.length, kept: new Set(crop.indices), owners: Int32Array.from(crop.owners), swaps: [] })), now: null };
+    return { crops: runs.fixed(set, picture.crops.map(({ rows, columns }) => rows * columns)), now: null };
   }
   if (state.frame === null) return { crops: runs.keptAt(walk, state.budget), now: null };
   return runs.frameAt(walk, state.budget, state.frame);
@@ -282,7 +285,9 @@ function shown(panel) {
 function draw() {
   if (!picture || !panels.length || !panels[0].walk) return;
   performance.mark('draw');
-  const last = panels[0].walk.anytime ? runs.frames(panels[0].walk, state.budget) : state.budget;
+  const [leader] = stepped();
+  const last = leader ? runs.frames(leader.walk, state.budget) : state.budget;
+  for (const name of ['film', 'back', 'play', 'forth']) $(name).disabled = !leader;
   if (state.frame !== null && state.frame > last) state.frame = last;
   const frame = state.frame === null ? last : state.frame;
   for (const input of [$('budget'), $('count')]) if (document.activeElement !== input || input.type === 'range') input.value = state.budget;
@@ -291,6 +296,7 @@ function draw() {
   let at = 0;
   for (const panel of panels) {
     const view = shown(panel);
+    panel.root.classList.toggle('busy', Boolean(panel.walk && !panel.walk.anytime && (!panel.set || panel.set.budget !== state.budget)));
     if (!view) continue;
     panel.view = view;
     const own = cursor && cursor.panel === panel.at ? cursor : state.frame !== null ? view.now : null;
@@ -302,7 +308,7 @@ function draw() {
       heat: word ? view.crops.map((_, c) => runs.wordHeat(panel.walk, word, c)) : null,
     });
     drawMetrics(panel, view);
-    if (!panel.at) at = view.crops[state.crop].size;
+    if (panel === leader) at = view.crops[state.crop].size;
   }
   drawToken();
   drawWords();
@@ -316,7 +322,7 @@ function draw() {
 }
 
 function drawMetrics(panel, view) {
-  const counts = { relevance: 0, coverage: 0, other: 0 };
+  const counts = { relevance: 0, coverage: 0, merged: 0, other: 0 };
   const kept = [];
   view.crops.forEach((crop, c) => {
     for (const token of crop.kept) {
@@ -330,10 +336,17 @@ function drawMetrics(panel, view) {
   panel.root.dataset.relevance = one.relevance;
   panel.root.dataset.coverage = one.coverage;
   const part = (label, value) => { const span = element('span', {}, `${label} `); span.append(element('b', {}, String(value))); return span; };
-  const parts = [part('kept', kept.length)];
+  const { set } = panel;
+  const parts = [part('kept', panel.walk.anytime ? kept.length : set.tokens)];
   if (panel.walk.anytime) {
     parts.push(part('●', counts.relevance), part('▲', counts.coverage));
     if (counts.other) parts.push(part('■', counts.other));
+  } else {
+    if (counts.merged) parts.push(part('■', counts.other), part('◆', counts.merged));
+    if (set.cls) parts.push(part('CLS', set.cls));
+    if (set.separators) parts.push(part('newlines', set.separators));
+    const { alike, text, mean } = runs.layers(set.per_layer);
+    if (!alike) parts.push(part('tokens × layers', text), part('mean', mean.toFixed(1)));
   }
   if (one.relevance !== undefined) parts.push(part('relevance', one.relevance.toFixed(4)), part('coverage', one.coverage.toFixed(4)));
   panel.metrics.replaceChildren(...parts);
@@ -380,22 +393,30 @@ function drawTiles() {
 }
 
 function drawGate(t) {
-  const { walk, method } = panels[0];
-  if (!walk.anytime) {
-    $('gate').textContent = `${method} follows no curves.`;
+  const [leader] = stepped();
+  if (!leader) {
+    $('gate').textContent = `${panels[0].method} keeps its tokens without a support target: there are no steps to show.`;
     return;
   }
+  const { walk } = leader;
   const crop = walk.crops[state.crop];
   const next = t < crop.k ? `; next pick by ${crop.criterion[t]}` : '';
   $('gate').textContent = `At ${t} tokens: coverage ${crop.coverage[t].toFixed(4)}, reference ${crop.reference[t].toFixed(4)}, target ${crop.target[t].toFixed(4)} (strictness ${crop.strictness.toFixed(3)})${next}.`;
   $('curves').setAttribute('aria-label', `Coverage, reference and target along the run. ${$('gate').textContent}`);
 }
 
+// A method inside the language model is counted by the mean over its layers, as the others may be too.
+function counted(answer, tokens) {
+  if (!answer) return String(tokens);
+  const { alike, mean } = runs.layers(answer.per_layer);
+  return alike ? String(answer.tokens) : `${mean.toFixed(1)} mean`;
+}
+
 function drawAnswers() {
   const row = (name, answer, tokens) => element('tr', {},
     element('td', {}, name),
     element('td', { class: answer ? 'answer' : 'waiting' }, answer ? answer.answer || '(nothing)' : '…'),
-    element('td', { class: 'num' }, String(answer ? answer.tokens : tokens)),
+    element('td', { class: 'num' }, counted(answer, tokens)),
     element('td', { class: 'num' }, answer ? milliseconds(answer.seconds) : ''));
   $('answers').tBodies[0].replaceChildren(
     ...panels.map((panel) => row(panel.method, panel.answer && panel.answer.budget === state.budget ? panel.answer : null, state.budget)),
@@ -425,6 +446,7 @@ function stop() {
 }
 
 function step(by) {
+  if (!stepped().length) return false;
   const last = Number($('film').max);
   state.frame = Math.min(last, Math.max(0, (state.frame === null ? last : state.frame) + by));
   cursor = null;
@@ -433,6 +455,7 @@ function step(by) {
 }
 
 function play() {
+  if (!stepped().length) return;
   if (playing !== null) {
     stop();
     return;

@@ -22,7 +22,9 @@ export class Curves {
   setRun(crop, other, names) {
     this.crop = crop;
     if (this.plot) this.plot.destroy();
+    this.plot = null;
     this.root.replaceChildren();
+    this.root.hidden = !crop;
     if (!crop) return;
     const steps = Array.from(crop.coverage, (_, t) => t);
     const axis = { stroke: css('--soft'), grid: { stroke: css('--line'), width: 1 }, ticks: { show: false }, font: '11px system-ui, sans-serif' };

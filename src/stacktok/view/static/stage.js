@@ -60,7 +60,7 @@ export class Stage {
     if (!this.content) return;
     const { crops, kindOf, cursor, heat } = this.content;
     const veil = css('--veil');
-    const colours = { relevance: css('--relevance'), coverage: css('--coverage'), other: css('--other') };
+    const colours = { relevance: css('--relevance'), coverage: css('--coverage'), merged: css('--merged'), other: css('--other') };
     const scale = window.devicePixelRatio || 1;
     for (const { canvas, crop, c, image, eligible } of this.views) {
       const state = crops[c];
@@ -79,24 +79,31 @@ export class Stage {
       const own = heat && heat[c];
       const top = own ? own.reduce((a, b) => Math.max(a, b), 1e-12) : 1;
       const rectangles = new Path2D();
+      // Cells end on whole pixels, so that no seams show between them.
+      const edge = (at) => Math.round(at * cell * scale) / scale;
+      const area = (token) => {
+        const [column, row] = [token % crop.columns, Math.floor(token / crop.columns)];
+        return [edge(column), edge(row), edge(column + 1) - edge(column), edge(row + 1) - edge(row)];
+      };
+      if (own) rectangles.rect(0, 0, width, height);
+      for (let token = 0; token < crop.rows * crop.columns; token += 1) {
+        if (!own && !state.kept.has(token)) rectangles.rect(...area(token));
+      }
+      g.fillStyle = veil;
+      g.fill(rectangles);
       for (let token = 0; token < crop.rows * crop.columns; token += 1) {
         const x = (token % crop.columns) * cell;
         const y = Math.floor(token / crop.columns) * cell;
         if (own) {
-          g.fillStyle = veil;
-          g.fillRect(x, y, cell, cell);
           g.globalAlpha = 0.85 * Math.sqrt(own[token] / top);
           g.fillStyle = colours.relevance;
-          g.fillRect(x, y, cell, cell);
+          g.fillRect(...area(token));
           g.globalAlpha = 1;
-        } else if (!state.kept.has(token)) {
-          rectangles.rect(x, y, cell + 0.5, cell + 0.5);
         }
         if (eligible && !eligible.has(token)) hatch(g, x, y, cell, colours.other);
       }
-      g.fillStyle = veil;
-      g.fill(rectangles);
-      if (cursor && cursor.crop === c) this.outline(g, crop, cell, state, cursor.token, colours);
+      if (state.region && !own) drawRegions(g, crop, cell, state, area);
+      if (cursor) this.outline(g, crop, c, cell, state, cursor, colours);
       g.strokeStyle = '#ffffff';
       g.lineWidth = Math.max(0.8, cell * 0.06);
       for (const token of state.kept) mark(g, (token % crop.columns) * cell, Math.floor(token / crop.columns) * cell, cell, kindOf(c, token), colours);
@@ -108,24 +115,50 @@ export class Stage {
     }
   }
 
-  outline(g, crop, cell, state, token, colours) {
-    const owner = state.kept.has(token) ? token : state.owners[token];
+  // What the token under the pointer was merged with, in every crop; or what it covers, in its own.
+  outline(g, crop, c, cell, state, { crop: from, token }, colours) {
+    const merged = from === c ? state.region && state.region[token] : -1;
+    const elsewhere = from !== c && this.content.crops[from].region ? this.content.crops[from].region[token] : -1;
+    const region = Math.max(merged === undefined ? -1 : merged, elsewhere);
     g.beginPath();
-    state.owners.forEach((own, position) => {
-      if (own !== owner || owner < 0) return;
-      const column = position % crop.columns;
-      const row = Math.floor(position / crop.columns);
-      const [x, y] = [column * cell, row * cell];
-      const differs = (r, c) => r < 0 || c < 0 || r >= crop.rows || c >= crop.columns || state.owners[r * crop.columns + c] !== owner;
-      if (differs(row - 1, column)) line(g, x, y, x + cell, y);
-      if (differs(row + 1, column)) line(g, x, y + cell, x + cell, y + cell);
-      if (differs(row, column - 1)) line(g, x, y, x, y + cell);
-      if (differs(row, column + 1)) line(g, x + cell, y, x + cell, y + cell);
-    });
-    g.strokeStyle = colours.coverage;
+    if (region >= 0) trace(g, crop, cell, state.region, region);
+    else if (from === c) trace(g, crop, cell, state.owners, state.kept.has(token) ? token : state.owners[token]);
+    g.strokeStyle = region >= 0 ? colours.merged : colours.coverage;
     g.lineWidth = 2.5;
     g.stroke();
   }
+}
+
+// The border of all cells that belong to one owner.
+function trace(g, crop, cell, owners, owner) {
+  if (owner === undefined || owner < 0) return;
+  const differs = (r, c) => r < 0 || c < 0 || r >= crop.rows || c >= crop.columns || owners[r * crop.columns + c] !== owner;
+  owners.forEach((own, position) => {
+    if (own !== owner) return;
+    const column = position % crop.columns;
+    const row = Math.floor(position / crop.columns);
+    const [x, y] = [column * cell, row * cell];
+    if (differs(row - 1, column)) line(g, x, y, x + cell, y);
+    if (differs(row + 1, column)) line(g, x, y + cell, x + cell, y + cell);
+    if (differs(row, column - 1)) line(g, x, y, x, y + cell);
+    if (differs(row, column + 1)) line(g, x + cell, y, x + cell, y + cell);
+  });
+}
+
+// Every merged token's sources as a tinted region; neighbours in number are far apart in hue.
+function drawRegions(g, crop, cell, state, area) {
+  state.regions.forEach((_, region) => {
+    const hue = `hsl(${Math.round(region * 137.5) % 360} 60% 50%`;
+    g.fillStyle = `${hue} / 0.22)`;
+    state.region.forEach((own, token) => {
+      if (own === region) g.fillRect(...area(token));
+    });
+    g.beginPath();
+    trace(g, crop, cell, state.region, region);
+    g.strokeStyle = `${hue} / 0.75)`;
+    g.lineWidth = 1;
+    g.stroke();
+  });
 }
 
 function caption(text) {
@@ -158,6 +191,12 @@ function mark(g, x, y, cell, kind, colours) {
     g.moveTo(cx, cy - r);
     g.lineTo(cx + r * 1.05, cy + r * 0.85);
     g.lineTo(cx - r * 1.05, cy + r * 0.85);
+    g.closePath();
+  } else if (kind === 'merged') {
+    g.moveTo(cx, cy - r * 1.25);
+    g.lineTo(cx + r * 1.25, cy);
+    g.lineTo(cx, cy + r * 1.25);
+    g.lineTo(cx - r * 1.25, cy);
     g.closePath();
   } else {
     g.rect(cx - r * 0.85, cy - r * 0.85, r * 1.7, r * 1.7);

@@ -84,8 +84,37 @@ function swapAt(walk, k, count) {
   return null;
 }
 
+// The kept set of a method whose runs have no prefixes, as the server sent it; merged tokens are regions.
+export function fixed(set, sizes) {
+  const regions = set.merged.map(({ token, sources }) => ({ crop: token[0], token: token[1], size: sources.length, sources }));
+  return set.crops.map((crop, c) => {
+    const region = new Int32Array(sizes[c]).fill(-1);
+    regions.forEach(({ sources }, at) => { for (const [own, token] of sources) if (own === c) region[token] = at; });
+    return { ...crop, size: crop.indices.length, kept: new Set(crop.indices), owners: Int32Array.from(crop.owners), swaps: [], region, regions };
+  });
+}
+
+// The region that a token was merged into, or undefined.
+export function regionOf(state, token) {
+  return state.region && state.regions[state.region[token]];
+}
+
+// 576 for two layers, then 64 for four, and the mean that makes methods comparable.
+export function layers(perLayer) {
+  const runs = [];
+  for (const count of perLayer) {
+    if (runs.length && runs[runs.length - 1][0] === count) runs[runs.length - 1][1] += 1;
+    else runs.push([count, 1]);
+  }
+  const mean = perLayer.reduce((sum, count) => sum + count, 0) / Math.max(1, perLayer.length);
+  return { alike: runs.length < 2, text: runs.map(([count, times]) => `${count} × ${times}`).join(', '), mean };
+}
+
 export function criterion(walk, c, token, state) {
-  if (!walk.anytime) return 'other';
+  if (!walk.anytime) {
+    const region = regionOf(state, token);
+    return region && region.crop === c && region.token === token ? 'merged' : 'other';
+  }
   const at = walk.crops[c].at[token];
   return at >= 0 && at < state.size ? walk.crops[c].criterion[at] : 'other';
 }
@@ -129,7 +158,13 @@ export function explain(walk, c, token, state, k) {
   const lines = [];
   const kept = state.kept.has(token);
   const covers = state.owners.reduce((sum, owner) => sum + (owner === token), 0);
-  if (!walk.anytime) {
+  const region = regionOf(state, token);
+  if (region) {
+    const itself = kept && region.crop === c && region.token === token;
+    const place = region.crop < 0 ? 'a newline' : region.crop === c ? `token ${region.token}` : `token ${region.token} of view ${region.crop + 1}`;
+    lines.push(['why', itself ? `Made of ${region.size} tokens (outlined).` : `Merged with ${region.size - 1} others, at the place of ${place}.`]);
+    if (!itself) return lines;
+  } else if (!walk.anytime) {
     lines.push(['why', kept ? 'Kept.' : 'Dropped.']);
   } else {
     const crop = walk.crops[c];
@@ -154,7 +189,7 @@ export function explain(walk, c, token, state, k) {
     }
   }
   if (kept) {
-    lines.push(['', `Covers ${covers} position${covers === 1 ? '' : 's'} best (outlined).`]);
+    lines.push(['', `Covers ${covers} position${covers === 1 ? '' : 's'} best${region ? '' : ' (outlined)'}.`]);
   } else if (state.owners[token] >= 0) {
     lines.push(['soft', `Its place is covered best by token ${state.owners[token]}.`]);
   }

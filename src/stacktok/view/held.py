@@ -1,0 +1,105 @@
+"""What the inspector holds: pictures that the model has seen, questions on them, and what methods left of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from PIL import Image
+
+from stacktok.core.crops import PreparedCrops
+from stacktok.core.record import CropSelection, Selection
+from stacktok.core.selection import PreparedImage
+from stacktok.core.tokens import SEPARATOR, EncodedImage, Reduction
+
+
+@dataclass(eq=False)
+class Picture:
+    """A picture that the model has seen.
+
+    Attributes
+    ----------
+    name
+        Its name in links: of a sample, or of the file's content.
+    image
+        What was sent, in RGB.
+    arguments
+        What the encoder was given.
+    encoded, features
+        As the adapter read the encoder's output, and that output.
+    prepared
+        The coverage side, done.
+    crops
+        What the encoder saw, as PNG, per crop.
+    seconds
+        Time of encoding and of preparing.
+    attended
+        The encoded picture with the tower's attention, by the signal that was read.
+    """
+
+    name: str
+    image: Image.Image
+    arguments: dict[str, Any]
+    encoded: EncodedImage
+    features: Any
+    prepared: PreparedImage | PreparedCrops
+    crops: list[bytes]
+    seconds: dict[str, float]
+    attended: dict[str | None, EncodedImage] = field(default_factory=dict)
+
+    @property
+    def units(self) -> tuple[PreparedImage, ...]:
+        """The prepared image of every crop."""
+        return self.prepared.crops if isinstance(self.prepared, PreparedCrops) else (self.prepared,)
+
+
+@dataclass(eq=False)
+class Asked:
+    """A question on a picture: its words, their embeddings, and the runs that were made for it."""
+
+    words: list[str]
+    rows: list[list[int]]
+    query: torch.Tensor
+    records: dict[str, tuple[Selection | CropSelection, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Left:
+    """What a method left of a picture, and the tokens that entered each layer of the language model."""
+
+    reduction: Reduction
+    per_layer: tuple[int, ...]
+
+    @property
+    def placed(self) -> list[int]:
+        """Output tokens that stand for a place of the picture: neither separators nor CLS."""
+        crops = self.reduction.anchors[:, 0].tolist()
+        return [i for i, sources in enumerate(self.reduction.sources) if len(sources) and crops[i] != SEPARATOR]
+
+    @property
+    def merged(self) -> list[dict[str, Any]]:
+        """Output tokens made of several: their own (crop, token) pair, and the pairs of their sources."""
+        return [
+            {"token": self.reduction.anchors[i].tolist(), "sources": sources.tolist()}
+            for i, sources in self.reduction.merged.items()
+            if len(sources)
+        ]
+
+
+def tile_places(encoded: EncodedImage) -> list[list[int] | None]:
+    """Row and column of every tile on its canvas; None for a view that is no tile."""
+    first: dict[int, int] = {}
+    for c, crop in enumerate(encoded.crops):
+        if crop.separators is not None and crop.eligible.any():
+            first[c] = int(crop.separators[crop.eligible].min())
+    lines = sorted(set(first.values()))
+    columns = dict.fromkeys(lines, 0)
+    places: list[list[int] | None] = []
+    for c in range(len(encoded.crops)):
+        if c not in first:
+            places.append(None)
+            continue
+        places.append([lines.index(first[c]), columns[first[c]]])
+        columns[first[c]] += 1
+    return places
