@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from compare_selectors import BUDGETS, cell_name
-from results_page import Results, table
+from result_files import Results, table
 
 MEASURED = (1, 2, 4, 8, 16)
 Rule = Callable[[int, int, float], float]
@@ -46,6 +46,21 @@ def depth_name(depth: float) -> str:
     return "StackTok" if below == 1 else f"StackTok, depth {below}"
 
 
+def rule_table(results: Results, positions: str) -> str:
+    """Retention under every rule, best mean first."""
+    rows = []
+    for name, rule in rules().items():
+        row = [name]
+        for k in BUDGETS:
+            chosen = [depth_name(rule(k, fact["rows"], fact["strictness"])) for fact in results.gate[str(k)]]
+            cells = {one: results.cells[cell_name(one, k, positions)] for one in set(chosen)}
+            results.cells["by rule"] = np.array([cells[one][item] for item, one in enumerate(chosen)])
+            row.append(f"{results.retention('by rule')[0]:.1f}")
+        rows.append([*row, f"{np.mean([float(value) for value in row[1:]]):.2f}"])
+    rows.sort(key=lambda row: -float(row[-1]))
+    return table(["rule for r, retention on dev, %", *map(str, BUDGETS), "mean"], rows)
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -53,20 +68,8 @@ def main() -> None:
     parser.add_argument("--positions", choices=("compact", "kept"), default="compact")
     arguments = parser.parse_args()
     results = Results.load(arguments.results)
-    rows = []
-    for name, rule in rules().items():
-        row = [name]
-        for k in BUDGETS:
-            facts = results.gate[str(k)]
-            chosen = [depth_name(rule(k, fact["rows"], fact["strictness"])) for fact in facts]
-            cells = {one: results.cells[cell_name(one, k, arguments.positions)] for one in set(chosen)}
-            mixed = np.array([cells[one][item] for item, one in enumerate(chosen)])
-            results.cells["mixed"] = mixed
-            row.append(f"{results.retention('mixed')[0]:.1f}")
-        rows.append([*row, f"{np.mean([float(value) for value in row[1:]]):.2f}"])
-    rows.sort(key=lambda row: -float(row[-1]))
     print(f"{len(results.items)} questions, {arguments.positions} positions\n")
-    print(table(["rule", *map(str, BUDGETS), "mean"], rows))
+    print(rule_table(results, arguments.positions))
 
 
 if __name__ == "__main__":
