@@ -54,6 +54,6 @@ class PrunedLlavaNext(LlavaTower, LlavaNextForConditionalGeneration):
         projected = self.multi_modal_projector(vision)
         images = [
             encode_tiles(x, z, layout, tau_query=LlavaNextAdapter.tau_query)
-            for x, z, layout in zip(vision.split(views), projected.split(views), layouts, strict=True)
+            for x, z, layout in zip(torch.split(vision, views), torch.split(projected, views), layouts, strict=True)
         ]
         return self.with_attention(images, states)

@@ -16,7 +16,7 @@ from stacktok.serving.pruner import Kept, Pruner, check_engine
 from stacktok.serving.settings import KEY, Settings
 
 if TYPE_CHECKING:
-    Base = nn.Module
+    from vllm.model_executor.models.interfaces import SupportsMultiModal as Base
 else:
     Base = object
 
@@ -115,6 +115,6 @@ class AttentionReader:
         query, key = (seen.reshape(sum(lengths), self.heads, -1) for seen in self._seen)
         self._seen = None
         reading = TowerReading([], [], self.has_cls)
-        for q, k in zip(query.split(lengths), key.split(lengths), strict=True):
+        for q, k in zip(torch.split(query, lengths), torch.split(key, lengths), strict=True):
             reading.add(q.transpose(0, 1), k.transpose(0, 1), self.scaling, by_cls=self.by_cls)
         return reading

@@ -68,7 +68,8 @@ class PrunedQwen2_5_VL(PrunedModel, Qwen2_5_VLForConditionalGeneration):  # noqa
         tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self.register_buffer("_offsets", torch.zeros((3, tokens), dtype=torch.long), persistent=False)
         self._patches: torch.Tensor | None = None
-        self.visual.merger.register_forward_pre_hook(self._note_patches)
+        # The merger itself may be called past its hooks; its first layer is given the same patches.
+        self.visual.merger.ln_q.register_forward_pre_hook(self._note_patches)
         self.reader: AttentionReader | None = None
         if self.pruner.reads_tower:
             block = self.visual.blocks[max(self.config.vision_config.fullatt_block_indexes)]
