@@ -74,7 +74,7 @@ def expected(tiny: Tiny, request: Request, budget: Any, method: str = "stacktok"
 
 
 def answers(llm: Any, tiny: Tiny, requests: Sequence[Request], tokens: int = TOKENS) -> list[Answer]:
-    """vLLM's answers to requests that it gets in one batch."""
+    """What vLLM answers to requests that it gets in one batch."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=tokens, logprobs=0, ignore_eos=True)

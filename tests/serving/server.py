@@ -1,0 +1,130 @@
+"""A server of ours as a process of its own, and clients of it."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "32")
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where a server listens, and its process."""
+
+    url: str
+    model: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def client(self) -> Any:
+        """The OpenAI client, which tries once."""
+        from openai import OpenAI
+
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=300)
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
+            return str(answer.read().decode())
+
+    def counters(self) -> dict[str, float]:
+        """Everything at /metrics that has no labels."""
+        lines = [line.split() for line in self.get("/metrics").splitlines() if line and not line.startswith("#")]
+        return {name: float(value) for name, value in lines if "{" not in name}
+
+    def memory(self) -> int:
+        """Resident bytes of the server and its engine."""
+        return sum(_resident(pid) for pid in _family(self.process.pid))
+
+
+@contextmanager
+def serving(model: str | Path, log: Path, *flags: str) -> Iterator[Server]:
+    """Start ``stacktok serve``, wait until it answers, and stop it in the end.
+
+    Parameters
+    ----------
+    model
+        Folder.
+    log
+        File for what it prints.
+    flags
+        Further flags, ours and vLLM's.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", **os.environ}
+    command = [str(Path(sys.executable).parent / "stacktok"), "serve", str(model), "--port", str(port)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, "--served-model-name", "pruned", *FLAGS, *flags],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+        server = Server(f"http://127.0.0.1:{port}", "pruned", process, log)
+        try:
+            _wait(server)
+            yield server
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _wait(server: Server, seconds: int = 300) -> None:
+    for _ in range(seconds):
+        if server.process.poll() is not None:
+            raise RuntimeError(f"the server ended:\n{server.log.read_text()[-3000:]}")
+        try:
+            server.get("/health")
+            return
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            time.sleep(1)
+    raise RuntimeError(f"the server does not answer:\n{server.log.read_text()[-3000:]}")
+
+
+def data_url(image: Any) -> str:
+    """A picture as it stands in a request."""
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return bytes_url(file.getvalue())
+
+
+def bytes_url(content: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(content).decode()
+
+
+def messages(question: str, *urls: str) -> list[dict[str, Any]]:
+    """A conversation of one turn: pictures, then the question."""
+    pictures = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [{"role": "user", "content": [*pictures, {"type": "text", "text": question}]}]
+
+
+def _family(pid: int) -> list[int]:
+    found = [pid]
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in task.read_text().split():
+            found += _family(int(child))
+    return found
+
+
+def _resident(pid: int) -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

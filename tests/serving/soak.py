@@ -1,0 +1,136 @@
+"""Many clients at a time against one server: no error, answers as in single runs, memory flat.
+
+``python -m tests.serving.soak --minutes 10`` starts the server itself and prints what happened.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stacktok.embedded import path as embedded_path
+from stacktok.view.samples import scene_samples
+from tests.serving.server import Server, data_url, messages, serving
+
+CONCURRENCY = 32
+FLAGS = ("--budget", "64", "--cache-megabytes", "64")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request."""
+
+    question: str
+    urls: tuple[str, ...]
+    budget: int | str | None
+
+    def ask(self, client: Any, model: str) -> str:
+        body: dict[str, Any] = {}
+        if self.budget != "server":
+            body["mm_processor_kwargs"] = {"stacktok": {"budget": self.budget}}
+        reply = client.chat.completions.create(
+            model=model, messages=messages(self.question, *self.urls), temperature=0, max_tokens=8, extra_body=body
+        )
+        return str(reply.choices[0].message.content)
+
+
+@dataclass
+class Report:
+    """What happened."""
+
+    seconds: float = 0.0
+    requests: int = 0
+    errors: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    memory: list[int] = field(default_factory=list)
+
+    @property
+    def growth(self) -> int:
+        """Bytes from the warmed-up server to the end: the median of the last quarter over that of the second."""
+        quarter = max(1, len(self.memory) // 4)
+        early, late = sorted(self.memory[quarter : 2 * quarter]), sorted(self.memory[-quarter:])
+        return late[len(late) // 2] - early[len(early) // 2]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.requests} requests in {self.seconds:.0f} s at once from many clients, {len(self.errors)} errors, "
+            f"{len(self.wrong)} answers that differ from their single run, memory {self.memory[0] / 2**20:.0f} MiB at "
+            f"the start, {self.memory[-1] / 2**20:.0f} MiB at the end, growth after warming up "
+            f"{self.growth / 2**20:.1f} MiB"
+        )
+
+
+def cases() -> list[Case]:
+    """Questions on scenes under several budgets, two pictures at a time, and no picture at all."""
+    found = []
+    samples = scene_samples()
+    for sample in samples:
+        url = data_url(sample.picture)
+        for question in sample.questions[:4]:
+            found += [Case(question, (url,), budget) for budget in ("server", 16, "10%", None)]
+    pair = (data_url(samples[0].picture), data_url(samples[1].picture))
+    found += [Case(question, pair, "server") for question in samples[0].questions[:4]]
+    found += [Case(question, (), "server") for question in samples[0].questions[:2]]
+    return found
+
+
+def soak(server: Server, minutes: float, concurrency: int = CONCURRENCY) -> Report:
+    """Ask from many threads for some time, and compare every answer with the one given when nobody else asked."""
+    every = cases()
+    client = server.client()
+    single = {case: case.ask(client, server.model) for case in every}
+    report, lock = Report(), threading.Lock()
+    begin = time.monotonic()
+    end = begin + 60 * minutes
+
+    def ask(seed: int) -> None:
+        own, draw = server.client(), random.Random(seed)
+        while time.monotonic() < end:
+            case = draw.choice(every)
+            try:
+                answer = case.ask(own, server.model)
+            except Exception as error:
+                with lock:
+                    report.errors.append(repr(error))
+                continue
+            with lock:
+                report.requests += 1
+                if answer != single[case]:
+                    report.wrong.append(f"{case.question} ({case.budget}): {answer!r}, alone {single[case]!r}")
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(concurrency)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        report.memory.append(server.memory())
+        threads[0].join(max(0.5, 60 * minutes / 100))
+    for thread in threads:
+        thread.join()
+    report.seconds = time.monotonic() - begin
+    return report
+
+
+def main() -> None:
+    """Start a server, soak it, print the report; exit code 1 where something went wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--concurrency", type=int, default=CONCURRENCY)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, serving(embedded_path(), Path(folder) / "log", *FLAGS) as server:
+        report = soak(server, arguments.minutes, arguments.concurrency)
+        print(report)
+        print({name: value for name, value in server.counters().items() if name.startswith("stacktok_")})
+    for line in (*report.errors[:5], *report.wrong[:5]):
+        print(line, file=sys.stderr)
+    sys.exit(bool(report.errors or report.wrong))
+
+
+if __name__ == "__main__":
+    main()
