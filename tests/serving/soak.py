@@ -15,12 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stacktok.bench.served import NAME, Server, data_url, messages, serving
 from stacktok.embedded import path as embedded_path
 from stacktok.view.samples import scene_samples
-from tests.serving.server import Server, data_url, messages, serving
 
 CONCURRENCY = 32
-FLAGS = ("--budget", "64", "--cache-megabytes", "64")
+FLAGS = (
+    *("--budget", "64", "--cache-megabytes", "64"),
+    *("--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "32"),
+)
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,12 @@ class Case:
     urls: tuple[str, ...]
     budget: int | str | None
 
-    def ask(self, client: Any, model: str) -> str:
+    def ask(self, client: Any) -> str:
         body: dict[str, Any] = {}
         if self.budget != "server":
             body["mm_processor_kwargs"] = {"stacktok": {"budget": self.budget}}
         reply = client.chat.completions.create(
-            model=model, messages=messages(self.question, *self.urls), temperature=0, max_tokens=8, extra_body=body
+            model=NAME, messages=messages(self.question, *self.urls), temperature=0, max_tokens=8, extra_body=body
         )
         return str(reply.choices[0].message.content)
 
@@ -85,7 +88,7 @@ def soak(server: Server, minutes: float, concurrency: int = CONCURRENCY) -> Repo
     """Ask from many threads for some time, and compare every answer with the one given when nobody else asked."""
     every = cases()
     client = server.client()
-    single = {case: case.ask(client, server.model) for case in every}
+    single = {case: case.ask(client) for case in every}
     report, lock = Report(), threading.Lock()
     begin = time.monotonic()
     end = begin + 60 * minutes
@@ -95,7 +98,7 @@ def soak(server: Server, minutes: float, concurrency: int = CONCURRENCY) -> Repo
         while time.monotonic() < end:
             case = draw.choice(every)
             try:
-                answer = case.ask(own, server.model)
+                answer = case.ask(own)
             except Exception as error:
                 with lock:
                     report.errors.append(repr(error))

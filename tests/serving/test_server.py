@@ -12,11 +12,11 @@ pytest.importorskip("vllm")
 
 from PIL import Image
 
+from stacktok.bench.served import NAME, Server, bytes_url, data_url, messages, serving
 from stacktok.embedded import path as embedded_path
 from stacktok.view.samples import scene_samples
 from tests.serving.answers import embedded_answer
 from tests.serving.models import reference
-from tests.serving.server import Server, bytes_url, data_url, messages, serving
 from tests.serving.soak import FLAGS, soak
 
 TOKENS = 8
@@ -29,9 +29,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def ask(server: Server, question: str, *urls: str, **own: Any) -> str:
-    body = {"mm_processor_kwargs": {"stacktok": own}} if own else {}
+    foreign = {name: own.pop(name) for name in ("size",) if name in own}
+    body = {"mm_processor_kwargs": {**foreign, **({"stacktok": own} if own else {})}}
     reply = server.client().chat.completions.create(
-        model=server.model, messages=messages(question, *urls), temperature=0, max_tokens=TOKENS, extra_body=body
+        model=NAME, messages=messages(question, *urls), temperature=0, max_tokens=TOKENS, extra_body=body
     )
     return str(reply.choices[0].message.content).strip()
 
@@ -49,7 +50,7 @@ def test_a_stream_gives_the_same_words(server: Server) -> None:
     sample = scene_samples(1)[0]
     url = data_url(sample.picture)
     stream = server.client().chat.completions.create(
-        model=server.model,
+        model=NAME,
         messages=messages(sample.questions[0], url),
         temperature=0,
         max_tokens=TOKENS,
@@ -64,7 +65,7 @@ def test_the_prompt_is_as_short_as_the_budget_says(server: Server) -> None:
     lengths = {}
     for budget in (16, "25%", None):
         reply = server.client().chat.completions.create(
-            model=server.model,
+            model=NAME,
             messages=messages(sample.questions[0], data_url(sample.picture)),
             max_tokens=1,
             extra_body={"mm_processor_kwargs": {"stacktok": {"budget": budget}}},
@@ -114,6 +115,7 @@ BAD = {
     "budget list": ((_picture(),), {"budget": [1]}, "budget"),
     "unknown entry": ((_picture(),), {"budgets": 3}, "budgets"),
     "query number": ((_picture(),), {"query": 3}, "query"),
+    "the processor's own": ((_picture(),), {"size": {"shortest_edge": 9000}}, "'size'"),
 }
 
 

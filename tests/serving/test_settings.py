@@ -95,6 +95,10 @@ def test_flags_pass_through_and_ours_are_added() -> None:
     assert overrides["x"] == 1
     assert overrides["stacktok"]["cache_megabytes"] == 8
     assert flags[-2:] == ["--max-model-len", "512"]
+    assert overrides["stacktok"]["own_arguments_only"] is True
+    assert "--trust-request-mm-kwargs" in flags
+    trusting = server_arguments("folder", "llava", settings, {}, ["--trust-request-mm-kwargs"])
+    assert "own_arguments_only" not in trusting[trusting.index("--hf-overrides") + 1]
     assert "stacktok.serving.metrics.CountersMiddleware" in flags
     assert json.loads(flags[flags.index("--limit-mm-per-prompt") + 1]) == {"image": 16}
     with pytest.raises(ValueError, match="--hf-overrides"):

@@ -38,13 +38,15 @@ def server_arguments(
             raise ValueError(
                 f"{flag} is set by this command; leave it out, or start vLLM's own server (docs/serving.md)"
             )
-    own = engine_arguments(model_type, **settings)
+    # vLLM takes processor arguments from clients all together or not at all; ours are safe to take, others are refused.
+    trusted = any(flag == "--trust-request-mm-kwargs" for flag in given)
+    own = engine_arguments(model_type, **settings, own_arguments_only=not trusted)
     flags = ["--model", model, "--hf-overrides", json.dumps({**overrides, **own["hf_overrides"]})]
     flags += ["--worker-extension-cls", own["worker_extension_cls"]]
     flags += ["--middleware", "stacktok.serving.metrics.CountersMiddleware"]
     if not any(flag.startswith("--limit-mm-per-prompt") for flag in given):
         flags += ["--limit-mm-per-prompt", json.dumps({"image": IMAGES_PER_PROMPT})]
-    return [*flags, *extra]
+    return [*flags, *(() if trusted else ("--trust-request-mm-kwargs",)), *extra]
 
 
 def serve(flags: Sequence[str]) -> None:

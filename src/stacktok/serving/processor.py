@@ -80,6 +80,11 @@ class PrunedProcessor(Base):
         """Process a request whose wish, in checked form, stands in for what the client wrote."""
         rest = dict(inputs.hf_processor_mm_kwargs)
         wish = Wish.read(rest.pop(KEY, None), self.settings.method.budget)
+        if rest and self.settings.own_arguments_only:
+            raise ValueError(
+                f"mm_processor_kwargs has {sorted(rest)[0]!r}, and this server takes {KEY!r} alone from its clients; "
+                "start it with --trust-request-mm-kwargs where they may set more"
+            )
         plain = replace(inputs, hf_processor_mm_kwargs=rest)
         if not inputs.mm_data_items.get_all_counts().get("image"):
             return super().apply(plain, timing_ctx)

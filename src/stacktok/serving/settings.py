@@ -38,10 +38,13 @@ class Settings:
         The method, with the budget of requests that do not bring their own; None serves them unpruned.
     cache_bytes
         Size of the cache of unpruned encoder outputs.
+    own_arguments_only
+        Refuse requests whose ``mm_processor_kwargs`` hold more than our entry.
     """
 
     method: FeatureMethod
     cache_bytes: int = CACHE_MEGABYTES << 20
+    own_arguments_only: bool = False
 
     @classmethod
     def read(cls, entry: object) -> Settings:
@@ -50,10 +53,11 @@ class Settings:
         Parameters
         ----------
         entry
-            A mapping with any of ``method`` (a name), ``budget``, ``parameters`` (the method's own) and
-            ``cache_megabytes``.
+            A mapping with any of ``method`` (a name), ``budget``, ``parameters`` (the method's own),
+            ``cache_megabytes`` and ``own_arguments_only``.
         """
-        given = _mapping(entry, "hf_overrides", ("method", "budget", "parameters", "cache_megabytes"))
+        known = ("method", "budget", "parameters", "cache_megabytes", "own_arguments_only")
+        given = _mapping(entry, "hf_overrides", known)
         name = given.get("method", "stacktok")
         if not isinstance(name, str):
             raise TypeError(f"method={name!r} is not a name; give one such as 'stacktok'")
@@ -62,7 +66,7 @@ class Settings:
         megabytes = given.get("cache_megabytes", CACHE_MEGABYTES)
         if isinstance(megabytes, bool) or not isinstance(megabytes, (int, float)) or not 0 <= megabytes < 1 << 40:
             raise ValueError(f"cache_megabytes={megabytes!r} is not a size; give a number such as {CACHE_MEGABYTES}")
-        return cls(method, int(megabytes * (1 << 20)))
+        return cls(method, int(megabytes * (1 << 20)), given.get("own_arguments_only", False) is True)
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,7 @@ def engine_arguments(
     method: str = "stacktok",
     parameters: Mapping[str, Any] | None = None,
     cache_megabytes: float = CACHE_MEGABYTES,
+    own_arguments_only: bool = False,
 ) -> dict[str, Any]:
     """Arguments that make vLLM serve a model pruned: ``LLM(path, **engine_arguments("llava", 64))``.
 
@@ -137,6 +142,8 @@ def engine_arguments(
         The method's own parameters.
     cache_megabytes
         Size of the cache of unpruned encoder outputs.
+    own_arguments_only
+        Refuse requests whose ``mm_processor_kwargs`` hold more than our entry.
     """
     if model_type not in ARCHITECTURES:
         raise ValueError(
@@ -146,6 +153,8 @@ def engine_arguments(
     entry: dict[str, Any] = {"method": method, "budget": budget, "cache_megabytes": cache_megabytes}
     if parameters:
         entry["parameters"] = dict(parameters)
+    if own_arguments_only:
+        entry["own_arguments_only"] = True
     Settings.read(entry)
     return {
         "hf_overrides": {"architectures": [ARCHITECTURES[model_type]], KEY: entry},

@@ -1,4 +1,4 @@
-"""A server of ours as a process of its own, and clients of it."""
+"""A server of ours as a process of its own, and requests to it."""
 
 from __future__ import annotations
 
@@ -18,25 +18,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "32")
+NAME = "pruned"
+"""Under which the model is served."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """Where a server listens, and its process."""
+    """A running server.
+
+    Attributes
+    ----------
+    url
+        Where it listens.
+    process
+        The server; its engine is a process below it.
+    log
+        What both print.
+    """
 
     url: str
-    model: str
     process: subprocess.Popen[bytes]
     log: Path
 
     def client(self) -> Any:
-        """The OpenAI client, which tries once."""
+        """An OpenAI client that tries once."""
         from openai import OpenAI
 
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=300)
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=900)
 
     def get(self, path: str) -> str:
+        """The answer to a plain GET."""
         with urllib.request.urlopen(self.url + path, timeout=60) as answer:
             return str(answer.read().decode())
 
@@ -51,34 +62,34 @@ class Server:
 
 
 @contextmanager
-def serving(model: str | Path, log: Path, *flags: str) -> Iterator[Server]:
+def serving(model: str | Path, log: Path, *flags: str, seconds: int = 600) -> Iterator[Server]:
     """Start ``stacktok serve``, wait until it answers, and stop it in the end.
 
     Parameters
     ----------
     model
-        Folder.
+        Folder or hub name.
     log
         File for what it prints.
     flags
         Further flags, ours and vLLM's.
+    seconds
+        How long it may take to start.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", **os.environ}
     command = [str(Path(sys.executable).parent / "stacktok"), "serve", str(model), "--port", str(port)]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*command, "--served-model-name", "pruned", *FLAGS, *flags],
+            [*command, "--served-model-name", NAME, *flags],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment,
             start_new_session=True,
         )
-        server = Server(f"http://127.0.0.1:{port}", "pruned", process, log)
+        server = Server(f"http://127.0.0.1:{port}", process, log)
         try:
-            _wait(server)
+            _wait(server, seconds)
             yield server
         finally:
             process.send_signal(signal.SIGINT)
@@ -88,7 +99,7 @@ def serving(model: str | Path, log: Path, *flags: str) -> Iterator[Server]:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def _wait(server: Server, seconds: int = 300) -> None:
+def _wait(server: Server, seconds: int) -> None:
     for _ in range(seconds):
         if server.process.poll() is not None:
             raise RuntimeError(f"the server ended:\n{server.log.read_text()[-3000:]}")
@@ -108,6 +119,7 @@ def data_url(image: Any) -> str:
 
 
 def bytes_url(content: bytes) -> str:
+    """A file's content as it stands in a request."""
     return "data:image/png;base64," + base64.b64encode(content).decode()
 
 
