@@ -27,6 +27,9 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
     model_type = reference(name).model.config.model_type
     common = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 16}
     caches = {"enable_prefix_caching": True, "limit_mm_per_prompt": {"image": 8}}
-    llm = LLM(str(folder(name)), **{**common, **caches, **engine_arguments(model_type, budget, method=method), **more})
+    ours = engine_arguments(model_type, budget, method=method)
+    ours["worker_extension_cls"] = "tests.serving.swap.SwapExtension"
+    # The server's tests have the worker in a process of its own.
+    llm = LLM(str(folder(name)), distributed_executor_backend="uni", **{**common, **caches, **ours, **more})
     yield llm
     llm.llm_engine.engine_core.shutdown()

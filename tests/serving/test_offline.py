@@ -10,6 +10,7 @@ pytest.importorskip("vllm")
 
 from tests.serving.answers import Request, answers, expected
 from tests.serving.models import FAMILIES, reference
+from tests.serving.swap import swap
 from tests.tiny import picture
 
 BUDGET = 10
@@ -25,8 +26,7 @@ DOG, CATS = "Is there a dog in the picture?", "How many cats are there on the re
 
 
 def name_of(engine: Any) -> str:
-    model_type = engine.llm_engine.model_config.hf_config.model_type
-    return {"llava": "llava", "llava_next": "llava_next", "qwen2_5_vl": "qwen2_5_vl"}[model_type]
+    return str(engine.llm_engine.model_config.hf_config.model_type)
 
 
 @either
@@ -88,6 +88,20 @@ def test_nonsense_budgets_are_refused(engine: Any, budget: Any) -> None:
     assert answers(engine, tiny, [Request(DOG, (SQUARE,))])[0].close(expected(tiny, Request(DOG, (SQUARE,)), BUDGET))
 
 
+@pytest.mark.parametrize("engine", plain, indirect=True)
+def test_every_other_method_before_the_language_model(engine: Any) -> None:
+    tiny = reference(name_of(engine))
+    try:
+        for seed, method in enumerate(("mmtok", "divprune", "cdpruner", "random", "uniform", "pool")):
+            swap(engine, method, BUDGET)
+            requests = [Request(DOG, (picture(200, 150, 60 + seed),)), Request(CATS, (WIDE, TALL), budget="30%")]
+            for request, answer in zip(requests, answers(engine, tiny, requests), strict=True):
+                wanted = expected(tiny, request, BUDGET, method)
+                assert answer.close(wanted), (method, request, answer, wanted)
+    finally:
+        swap(engine, "stacktok", BUDGET)
+
+
 towers = [pytest.param((name, 9, "visionzip", {}), id=f"{name}-visionzip") for name in FAMILIES]
 
 
@@ -98,3 +112,21 @@ def test_a_method_that_reads_the_vision_tower(engine: Any) -> None:
     for request, answer in zip(requests, answers(engine, tiny, requests), strict=True):
         wanted = expected(tiny, request, 9, "visionzip")
         assert answer.close(wanted), (request, answer, wanted)
+
+
+others = [
+    pytest.param(("llava_padded", 30, "stacktok", {}), id="llava_padded"),
+    pytest.param(("llava_next_mistral", "20%", "stacktok", {}), id="llava_next_mistral"),
+]
+
+
+@pytest.mark.parametrize("engine", others, indirect=True)
+def test_other_processors_and_language_models(engine: Any, request: pytest.FixtureRequest) -> None:
+    name, budget = request.node.callspec.params["engine"][:2]
+    tiny = reference(name)
+    # Of a very wide picture that is padded to a square, fewer than 30 tokens may be kept.
+    asked = [Request(DOG, (picture(300, 40, 5),)), Request(CATS, (WIDE, SQUARE)), Request(CATS, (TALL,), budget=4)]
+    found = answers(engine, tiny, asked)
+    for one, answer in zip(asked, found, strict=True):
+        wanted = expected(tiny, one, budget)
+        assert answer.close(wanted), (one, answer, wanted)

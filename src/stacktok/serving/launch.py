@@ -51,8 +51,13 @@ def server_arguments(
 
 def serve(flags: Sequence[str]) -> None:
     """Run vLLM's server in this process until it is stopped."""
+    from PIL import Image
+    from vllm import envs
     from vllm.entrypoints.launchers.api_server.entry import main
 
+    # A picture with too many pixels is refused with status 400 by vLLM, but with 500 where Pillow is first.
+    if envs.VLLM_MAX_IMAGE_PIXELS > 0:
+        Image.MAX_IMAGE_PIXELS = None
     before = sys.argv
     sys.argv = ["stacktok serve", *flags]
     try:
