@@ -17,7 +17,7 @@ from stacktok.embedded import path as embedded_path
 from stacktok.view.samples import scene_samples
 from tests.serving.answers import embedded_answer
 from tests.serving.models import reference
-from tests.serving.soak import FLAGS, soak
+from tests.serving.soak import FLAGS, FLAT, soak
 
 TOKENS = 8
 
@@ -143,4 +143,4 @@ def test_one_minute_of_many_clients(server: Server) -> None:
     assert not report.errors
     assert not report.wrong
     assert report.requests > 100
-    assert report.growth < 64 << 20
+    assert report.growth(0.5) < FLAT

@@ -14,7 +14,10 @@ from stacktok.core.budget import parse_budget
 
 def serve(
     context: typer.Context,
-    model: Annotated[str | None, typer.Argument(help="Folder or hub name; the embedded model if not given.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Folder or hub name, before any flag of vLLM; the embedded model if not given."),
+    ] = None,
     budget: Annotated[str, typer.Option(help="Tokens to keep per image: 64, 0.2, 20%, or all.")] = "64",
     method: Annotated[str, typer.Option(help="How to prune; see `methods`.")] = "stacktok",
     parameters: Annotated[str, typer.Option(help="The method's own parameters, as JSON.")] = "{}",
@@ -36,10 +39,12 @@ def serve(
         }
         if find_spec("vllm") is None:
             raise ValueError("this command needs vLLM: pip install 'stacktok[vllm]' (on a CPU: docs/serving.md)")
+        # Without a model the first flag that is not ours stands in its place.
+        passed = [model, *context.args] if model is not None and model.startswith("-") else context.args
+        name = model_path(None if model is None or model.startswith("-") else model)
         transformers: Any = import_module("transformers")
-        name = model_path(model)
         model_type = transformers.AutoConfig.from_pretrained(name).model_type
-        extra = ["--host", host, "--port", str(port), *context.args]
+        extra = ["--host", host, "--port", str(port), *passed]
         flags = server_arguments(name, model_type, settings, _json("hf-overrides", hf_overrides), extra)
     run(flags)
 
