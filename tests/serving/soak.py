@@ -60,7 +60,7 @@ class Report:
     memory: list[int] = field(default_factory=list)
 
     def growth(self, since: float) -> int:
-        """Bytes by which memory grew from a part of the run on: the last quarter's median over the quarter's from there."""
+        """Bytes by which memory grew: the median of the last quarter over that of the quarter that begins at a part."""
         quarter, first = max(1, len(self.memory) // 4), int(since * len(self.memory))
         early, late = sorted(self.memory[first : first + quarter]), sorted(self.memory[-quarter:])
         return late[len(late) // 2] - early[len(early) // 2]
