@@ -1,10 +1,12 @@
 """What selectors keep of the embedded model's accuracy: every variant, budget and position policy, item by item.
 
-    python benchmarks/compare_selectors.py --model FOLDER --out DIR [--split test] [--scenes 300] [--variants NAME ...]
+    python benchmarks/compare_selectors.py --model FOLDER --out DIR [--split test] [--scenes 280] [--variants NAME ...]
 
 Scenes are taken in chunks; each chunk is one result file, written whole, with the outcome of every question under
-every cell. A killed run loses at most one chunk, and a second start does what is missing: cells that a file does not
-have yet are added to it. Pictures are encoded once per chunk; prefixes of one selection serve all budgets.
+every cell. A killed run loses at most one variant of a chunk, and a second start does what is missing: cells that a
+file does not have yet are added to it. Several runs may share a folder if their scenes (`--first`, `--scenes`) differ.
+Pictures are encoded once per chunk; prefixes of one selection serve all budgets. Methods that work inside the language
+model are asked through the runtime, at their own position policy.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +25,13 @@ import numpy as np
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 import stacktok
 from stacktok.core.tokens import EncodedImage, Reduction
 from stacktok.evaluation.loop import Loop, Prompt
+from stacktok.methods import FastV, SparseVLM
+from stacktok.methods.base import Method
 from stacktok.scenes import DETAIL, STANDARD, make_scene, questions, render, seed_for
 
 BUDGETS = (192, 128, 64, 32, 16, 8)
@@ -36,9 +42,9 @@ CHUNK = 20
 class Case:
     """A question with what its image's other questions share."""
 
+    inputs: dict[str, Any]
     prompt: Prompt
     prepared: stacktok.PreparedImage | stacktok.PreparedCrops
-    seed: int
 
 
 Reduce = Callable[[Case], dict[int, Reduction]]
@@ -55,12 +61,20 @@ def stacktok_variant(**settings: Any) -> Reduce:
 
     def reduce(case: Case) -> dict[int, Reduction]:
         image, query = case.prompt.image, case.prompt.query
-        if settings.get("target") == "final" or settings.get("allocation", "shared") != "shared":
+        if _depends_on_budget(settings):
             return {k: keep(image, case.prepared.select(query, k, **settings)) for k in BUDGETS}
         whole = case.prepared.select(query, max(BUDGETS), **settings)
         return {k: keep(image, whole.prefix(k, refine=True)) for k in BUDGETS}
 
     return reduce
+
+
+def _depends_on_budget(settings: dict[str, Any]) -> bool:
+    return (
+        settings.get("target") == "final"
+        or settings.get("allocation", "shared") != "shared"
+        or settings.get("relevance_depth") == "auto"
+    )
 
 
 def method_variant(name: str, **arguments: Any) -> Reduce:
@@ -75,6 +89,15 @@ def method_variant(name: str, **arguments: Any) -> Reduce:
     return reduce
 
 
+def base_view(case: Case) -> dict[int, Reduction]:
+    """All of the first crop and nothing of the tiles, whatever the budget: what do the tiles add?"""
+    image = case.prompt.image
+    kept = [
+        np.arange(len(crop.vision)) if c == 0 else np.empty(0, dtype=np.int64) for c, crop in enumerate(image.crops)
+    ]
+    return dict.fromkeys(BUDGETS, image.keep(kept))
+
+
 ALPHAS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
 MAIN: dict[str, Reduce] = {
     "random": method_variant("RandomTokens"),
@@ -82,8 +105,16 @@ MAIN: dict[str, Reduce] = {
     "average pooling": method_variant("AveragePool"),
     "VisionZip": method_variant("VisionZip"),
     "DivPrune": method_variant("DivPrune"),
+    "CDPruner": method_variant("CDPruner"),
     "MMTok": method_variant("MMTok"),
     "StackTok": stacktok_variant(),
+}
+# Methods inside the language model, each at its own position policy. Two of four layers on all tokens leave FastV no
+# average to meet, so its budget is what stays after the cut.
+INSIDE: dict[str, tuple[Callable[[int], Method], str]] = {
+    "FastV": (lambda k: FastV(budget=k, counting="kept"), "kept"),
+    "SparseVLM": (lambda k: SparseVLM(budget=k), "compact"),
+    "SparseVLM +": (lambda k: SparseVLM(budget=k, variant="+"), "kept"),
 }
 DEPTHS: dict[str, Reduce] = {
     f"StackTok, depth {depth or 'unlimited'}": stacktok_variant(relevance_depth=depth) for depth in (2, 4, 8, 16, None)
@@ -103,11 +134,13 @@ ABLATIONS: dict[str, Reduce] = {
         for alpha in ALPHAS
     },
 }
+AUTO: dict[str, Reduce] = {"StackTok, depth auto": stacktok_variant(relevance_depth="auto")}
 CROPS: dict[str, Reduce] = {
+    "base view alone": base_view,
     "uniform quotas": stacktok_variant(allocation="uniform"),
     "initial-h-proportional quotas": stacktok_variant(allocation="proportional"),
 }
-VARIANTS = MAIN | DEPTHS | ABLATIONS | CROPS
+VARIANTS = MAIN | DEPTHS | AUTO | ABLATIONS | CROPS
 FULL = "all tokens"
 
 
@@ -130,7 +163,7 @@ def load_cases(loop: Loop, scenes: list[Any]) -> tuple[list[Case], list[dict[str
         else:
             prepared = stacktok.prepare_crops(crops)
         for question in questions(scene):
-            cases.append(Case(loop.prompt(picture, encoded, question.text), prepared, scene.seed))
+            cases.append(Case(encoded[2], loop.prompt(picture, encoded, question.text), prepared))
             items.append(
                 {
                     "scene": scene.seed,
@@ -145,14 +178,57 @@ def load_cases(loop: Loop, scenes: list[Any]) -> tuple[list[Case], list[dict[str
 
 def outcome(
     loop: Loop, cases: list[Case], items: list[dict[str, Any]], kept: list[Reduction | None], positions: Any, batch: int
-) -> list[int]:
-    """1 where the answer is right, 0 where it is not."""
+) -> str:
+    """A digit per question: 1 where the answer is right, 0 where it is not."""
     right: list[int] = []
     for first in range(0, len(cases), batch):
         part = slice(first, first + batch)
         given = loop.answers([case.prompt for case in cases[part]], kept[part], positions)
         right += [int(text == item["answer"]) for text, item in zip(given, items[part], strict=True)]
-    return right
+    return "".join(map(str, right))
+
+
+@torch.inference_mode()
+def outcome_inside(
+    loop: Loop, cases: list[Case], items: list[dict[str, Any]], method: Method, batch: int
+) -> tuple[str, float]:
+    """As `outcome`, for a method inside the language model; and its visual tokens per layer, averaged."""
+    right: list[int] = []
+    tokens: list[float] = []
+    with method(loop.model, loop.processor) as run:
+        for first in range(0, len(cases), batch):
+            part = cases[first : first + batch]
+            texts = loop.processor.tokenizer.pad(
+                {"input_ids": [case.prompt.ids.tolist() for case in part]}, padding_side="left", return_tensors="pt"
+            )
+            images = {name: torch.cat([case.inputs[name] for case in part]) for name in part[0].inputs}
+            output = loop.model.generate(**texts, **images, max_new_tokens=loop.max_new_tokens, do_sample=False)
+            given = loop.processor.batch_decode(output[:, texts["input_ids"].shape[1] :], skip_special_tokens=True)
+            wanted = [item["answer"] for item in items[first : first + batch]]
+            right += [int(text.strip() == answer) for text, answer in zip(given, wanted, strict=True)]
+            tokens += [result.average for result in run.last]
+    return "".join(map(str, right)), round(float(np.mean(tokens)), 2)
+
+
+@contextmanager
+def remembered_tower(model: Any) -> Iterator[None]:
+    """Let the vision tower encode a picture once, however often it is shown while the block lasts."""
+    tower = model.model.vision_tower
+    stock, known = tower.forward, {}
+
+    def forward(pixel_values: torch.Tensor, **options: Any) -> Any:
+        keys = [hash(picture.numpy().tobytes()) for picture in pixel_values]
+        for index, key in enumerate(keys):
+            if key not in known:
+                known[key] = stock(pixel_values[index : index + 1], **options).hidden_states
+        states = tuple(torch.cat(layer) for layer in zip(*(known[key] for key in keys), strict=True))
+        return BaseModelOutputWithPooling(last_hidden_state=states[-1], hidden_states=states)
+
+    tower.forward = forward
+    try:
+        yield
+    finally:
+        tower.forward = stock
 
 
 def gate_facts(selection: Any) -> dict[str, Any]:
@@ -167,42 +243,46 @@ def gate_facts(selection: Any) -> dict[str, Any]:
     }
 
 
-def run_chunk(
-    path: Path, loop: Loop, scenes: list[Any], names: list[str], policies: list[str], batch: int
-) -> Callable[[], None]:
+def run_chunk(path: Path, loop: Loop, scenes: list[Any], names: list[str], policies: list[str], batch: int) -> None:
     """Bring one result file up to date."""
-    done: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"cells": {}, "gate": {}, "seconds": {}}
-    wanted = [
-        name
-        for name in names
-        if any(cell_name(name, k, positions) not in done["cells"] for k in BUDGETS for positions in policies)
-    ]
-    if not wanted and FULL in done["cells"]:
-        return lambda: None
+    done: dict[str, Any] = {"cells": {}, "gate": {}, "seconds": {}, "tokens per layer": {}}
+    if path.exists():
+        done = json.loads(path.read_text())
+
+    def missing(name: str) -> list[tuple[int, str]]:
+        wanted = [INSIDE[name][1]] if name in INSIDE else policies
+        return [(k, p) for k in BUDGETS for p in wanted if cell_name(name, k, p) not in done["cells"]]
+
+    if FULL in done["cells"] and not any(missing(name) for name in names):
+        return
     cases, items = load_cases(loop, scenes)
     done.setdefault("items", items)
     if done["items"] != items:
         raise ValueError(f"{path} holds other questions than these scenes give; use another --out")
     if FULL not in done["cells"]:
         done["cells"][FULL] = outcome(loop, cases, items, [None] * len(cases), "compact", batch)
-    for name in wanted:
-        start = time.perf_counter()
-        reduced = [VARIANTS[name](case) for case in cases]
-        done["seconds"][name] = round((time.perf_counter() - start) / len(cases), 6)
-        if name == "StackTok":
-            done["gate"] = {str(k): [gate_facts(one[k].record) for one in reduced] for k in BUDGETS}
-        for k in BUDGETS:
-            for positions in policies:
-                cell = cell_name(name, k, positions)
-                if cell not in done["cells"]:
-                    done["cells"][cell] = outcome(loop, cases, items, [one[k] for one in reduced], positions, batch)
-
-    def save() -> None:
+    for name in names:
+        cells = missing(name)
+        if not cells:
+            continue
+        if name in INSIDE:
+            with remembered_tower(loop.model):
+                for k, positions in cells:
+                    right, tokens = outcome_inside(loop, cases, items, INSIDE[name][0](k), batch)
+                    done["cells"][cell_name(name, k, positions)] = right
+                    done["tokens per layer"][cell_name(name, k, positions)] = tokens
+        else:
+            start = time.perf_counter()
+            reduced = [VARIANTS[name](case) for case in cases]
+            done["seconds"][name] = round((time.perf_counter() - start) / len(cases), 6)
+            if name == "StackTok":
+                done["gate"] = {str(k): [gate_facts(one[k].record) for one in reduced] for k in BUDGETS}
+            for k, positions in cells:
+                right = outcome(loop, cases, items, [one[k] for one in reduced], positions, batch)
+                done["cells"][cell_name(name, k, positions)] = right
         part = path.with_suffix(".part")
         part.write_text(json.dumps(done))
         os.replace(part, path)
-
-    return save
 
 
 def main() -> None:
@@ -212,23 +292,26 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--split", choices=("dev", "test"), default="test")
     parser.add_argument("--style", choices=("standard", "detail"), default="standard")
-    parser.add_argument("--scenes", type=int, default=300)
-    parser.add_argument("--variants", nargs="*", default=list(MAIN | DEPTHS | ABLATIONS), choices=list(VARIANTS))
+    parser.add_argument("--first", type=int, default=0, help="number of the first scene")
+    parser.add_argument("--scenes", type=int, default=280)
+    names = [*VARIANTS, *INSIDE]
+    default = [*MAIN, *INSIDE, *DEPTHS, *AUTO, *ABLATIONS]
+    parser.add_argument("--variants", nargs="*", default=default, choices=names, metavar="NAME")
     parser.add_argument("--positions", nargs="*", default=["compact", "kept"], choices=["compact", "kept"])
     parser.add_argument("--batch", type=int, default=40)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     processor = AutoProcessor.from_pretrained(arguments.model)
-    model = AutoModelForImageTextToText.from_pretrained(arguments.model, dtype=torch.float32).eval()
-    loop = Loop(model, processor)
+    loop = Loop(AutoModelForImageTextToText.from_pretrained(arguments.model, dtype=torch.float32).eval(), processor)
     style = {"standard": STANDARD, "detail": DETAIL}[arguments.style]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    last = arguments.first + arguments.scenes
     with Progress(*columns) as progress:
-        for first in progress.track(range(0, arguments.scenes, CHUNK), description="chunks of scenes"):
-            count = min(CHUNK, arguments.scenes - first)
+        for first in progress.track(range(arguments.first, last, CHUNK), description="chunks of scenes"):
+            count = min(CHUNK, last - first)
             scenes = [make_scene(seed_for(arguments.split, first + index), style) for index in range(count)]
             path = arguments.out / f"{arguments.split}-{first:05d}-{count}.json"
-            run_chunk(path, loop, scenes, arguments.variants, arguments.positions, arguments.batch)()
+            run_chunk(path, loop, scenes, arguments.variants, arguments.positions, arguments.batch)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from compare_selectors import ABLATIONS, ALPHAS, BUDGETS, CROPS, DEPTHS, FULL, MAIN, cell_name
+from compare_selectors import ABLATIONS, ALPHAS, AUTO, BUDGETS, CROPS, DEPTHS, FULL, INSIDE, MAIN, cell_name
 from stacktok.evaluation.retention import retention
 from stacktok.evaluation.statistics import paired_comparison
 
@@ -33,6 +33,7 @@ class Results:
     items: list[dict[str, Any]]
     cells: dict[str, Floats]
     gate: dict[str, list[dict[str, Any]]]
+    tokens: dict[str, float]
 
     def __post_init__(self) -> None:
         self.families = list(dict.fromkeys(item["family"] for item in self.items))
@@ -52,8 +53,16 @@ class Results:
         names = [name for name in chunks[0]["cells"] if all(name in chunk["cells"] for chunk in chunks)]
         return cls(
             items=[item for chunk in chunks for item in chunk["items"]],
-            cells={name: np.concatenate([chunk["cells"][name] for chunk in chunks]).astype(float) for name in names},
+            cells={
+                name: np.array([digit == "1" for chunk in chunks for digit in chunk["cells"][name]], dtype=float)
+                for name in names
+            },
             gate={str(k): [fact for chunk in chunks for fact in chunk["gate"].get(str(k), [])] for k in BUDGETS},
+            tokens={
+                name: float(np.mean([chunk["tokens per layer"][name] for chunk in chunks]))
+                for name in chunks[0]["tokens per layer"]
+                if name in names
+            },
         )
 
     def by_family(self, cell: str) -> dict[str, float]:
@@ -154,6 +163,16 @@ def gate(results: Results, budget: int) -> str:
     return table(header, rows)
 
 
+def layer_averages(results: Results) -> str:
+    """Tokens per layer of the methods inside the language model; for all others it is the budget."""
+    rows = []
+    for name, (_, positions) in INSIDE.items():
+        cells = [cell_name(name, k, positions) for k in BUDGETS]
+        if cells[0] in results.tokens:
+            rows.append([name, *(f"{results.tokens[cell]:.0f}" for cell in cells)])
+    return table(["tokens per layer", *map(str, BUDGETS)], rows)
+
+
 def best_scalarization(results: Results, positions: str) -> str:
     """The best fixed alpha of every budget, chosen on these very questions, beside the gated policy."""
     row = ["best fixed scalarization"]
@@ -174,32 +193,34 @@ def main() -> None:
     arguments = parser.parse_args()
     results = Results.load(arguments.results)
     full = results.cells[FULL]
-    main_names, depths = list(MAIN), ["StackTok", *DEPTHS]
+    main_names, generalised = [*MAIN, *INSIDE], [*DEPTHS, *AUTO]
     filled = {
         "questions": str(len(results.items)),
         "scenes": str(int(results.scene.max()) + 1),
+        "layer averages": layer_averages(results),
         "full accuracy": f"{100 * full.mean():.1f} %",
-        "accuracy 64": accuracies(results, [*main_names, *DEPTHS], 64, "compact"),
-        "accuracy 16": accuracies(results, [*main_names, *DEPTHS], 16, "compact"),
+        "accuracy 64": accuracies(results, [*main_names, *generalised], 64, "compact"),
+        "accuracy 16": accuracies(results, [*main_names, *generalised], 16, "compact"),
     }
     for positions in ("compact", "kept"):
         filled[f"main {positions}"] = retentions(results, main_names, positions)
-        filled[f"depth {positions}"] = retentions(results, depths, positions)
-        filled[f"depth minus stacktok {positions}"] = differences(results, list(DEPTHS), "StackTok", positions)
+        filled[f"depth {positions}"] = retentions(results, ["StackTok", *generalised], positions)
+        filled[f"depth minus stacktok {positions}"] = differences(results, generalised, "StackTok", positions)
         filled[f"ablations {positions}"] = retentions(results, ["StackTok", *ABLATIONS], positions)
         filled[f"ablations minus stacktok {positions}"] = differences(results, list(ABLATIONS), "StackTok", positions)
         if cell_name("MMTok", 64, positions) in results.cells:
-            filled[f"minus mmtok {positions}"] = differences(results, main_names, "MMTok", positions)
+            filled[f"minus mmtok {positions}"] = differences(results, [*main_names, *AUTO], "MMTok", positions)
         if cell_name(f"scalarization, alpha {ALPHAS[0]}", 64, positions) in results.cells:
             filled[f"scalarization {positions}"] = best_scalarization(results, positions)
     for k in BUDGETS:
         filled[f"gate {k}"] = gate(results, k)
     if arguments.next:
         crops = Results.load(arguments.next)
-        names = ["MMTok", "StackTok", *CROPS, *DEPTHS]
+        names = [*MAIN, *CROPS, *generalised]
         filled["next questions"] = str(len(crops.items))
         filled["next main"] = retentions(crops, names, "compact")
-        filled["next minus stacktok"] = differences(crops, [*CROPS, *DEPTHS], "StackTok", "compact")
+        filled["next minus stacktok"] = differences(crops, [*MAIN, *CROPS, *generalised], "StackTok", "compact")
+        filled["next accuracy"] = accuracies(crops, names, BUDGETS[3], "compact")
     text = arguments.words.read_text()
     for name, value in filled.items():
         text = text.replace("{{" + name + "}}", value)

@@ -128,7 +128,7 @@ def _training(config: TrainConfig, minutes: float) -> str:
     scenes = sum(s.steps * s.batch for s in config.stages)
     counts = [s.name for s in config.stages if s.tally]
     tally = (
-        f" In {', '.join(counts)} one more head learns to share its attention between a kind's centres and the start\n"
+        f" In {', '.join(counts)} one more head learns to share its attention between a kind's objects and the start\n"
     )
     tally = tally + "token, so that the start token's share tells the number." if counts else ""
     start = f" Weights start from the embedded `{config.init_from}` model." if config.init_from else ""

@@ -32,7 +32,7 @@ class Batch:
         (b * c, 3, size, size) bytes.
     corner
         (b * c, 2) row and column, in patches, of the window that the pixels are cut from.
-    words, box, centre, present
+    words, box, centre, owner, present
         Patch labels (`PatchLabels`) of each crop, stacked (b * c, ...).
     ids
         (b, t) tokens of all questions of a scene, each with prompt end and answer.
@@ -51,6 +51,7 @@ class Batch:
     words: Tensor
     box: Tensor
     centre: Tensor
+    owner: Tensor
     present: Tensor
     ids: Tensor
     block: Tensor
@@ -216,7 +217,7 @@ def _tiles(scene: Scene, view: View) -> list[Crop]:
 def _stack(labels: list[PatchLabels]) -> dict[str, Tensor]:
     return {
         name: torch.from_numpy(np.stack([getattr(label, name) for label in labels]))
-        for name in ("words", "box", "centre", "present")
+        for name in ("words", "box", "centre", "owner", "present")
     }
 
 

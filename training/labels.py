@@ -45,6 +45,8 @@ class PatchLabels:
         (n, 3) centre x, centre y in [-1, 1] and edge as a share of the canvas; 0 on background.
     centre
         (n,) 1 where the patch holds its object's centre.
+    owner
+        (n,) index of the object, things before signs, that the patch shows; -1 on background.
     present
         (nouns,) 1 for what the picture shows anywhere.
     """
@@ -52,6 +54,7 @@ class PatchLabels:
     words: npt.NDArray[np.int64]
     box: npt.NDArray[np.float32]
     centre: npt.NDArray[np.float32]
+    owner: npt.NDArray[np.int64]
     present: npt.NDArray[np.float32]
 
     def without_place(self) -> PatchLabels:
@@ -116,4 +119,4 @@ def patch_labels(
             columns, rows = (mine % grid + 0.5) * patch + corner[0], (mine // grid + 0.5) * patch + corner[1]
             distance = (columns - x) ** 2 + (rows - y) ** 2
             centre[mine[distance.argmin()]] = 1
-    return PatchLabels(table[owner].T.copy(), boxes[owner], centre, present)
+    return PatchLabels(table[owner].T.copy(), boxes[owner], centre, owner, present)

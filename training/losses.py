@@ -198,19 +198,25 @@ class Objective:
         return -mass.mean(), mass.exp().mean().item()
 
     def tally(self, batch: Batch, prompt: Prompt) -> Tensor:
-        """Make one more head of the first layer share its attention evenly: a kind's centres and the start token.
+        """Make one more head of the first layer share its attention evenly: a kind's objects and the start token.
 
-        The start token's share, one part of n + 1, then tells the number n of objects. Mean cross-entropy.
+        However many patches show an object, together they get one part of n + 1; the start token's part then tells the
+        number n of objects. Mean cross-entropy.
         """
         scores, words = self._first_looks(batch, prompt, slice(self.half, self.half + 1))
-        centre = self.sequence(batch.centre[..., None], torch.zeros(1))[..., 0] > 0
+        owner = self.sequence(batch.owner[..., None], torch.full((1,), -1))[..., 0]
         asked = self.word_in_slot[0][batch.ids]
         kinds = (asked >= 0) & (asked < len(CATEGORY))
-        counted = (asked[:, :, None] == words[:, None, :, 0]) & centre[:, None]
-        target = counted[kinds].float()
+        shown = (asked[:, :, None] == words[:, None, :, 0])[kinds]
+        owner = owner[:, None].expand(-1, batch.ids.shape[1], -1)[kinds]
         seen = scores[:, 0][kinds]
-        total = (seen[:, -words.shape[1] :] * target).sum(-1) + seen[:, 0]
-        return -(total / (target.sum(-1) + 1)).mean()
+        total, parts = seen[:, 0], torch.ones(len(seen))
+        for index in range(int(owner.max()) + 1):
+            mine = shown & (owner == index)
+            there = mine.any(-1)
+            mass = seen[there][:, -words.shape[1] :].masked_fill(~mine[there], -torch.inf).logsumexp(-1)
+            total, parts = total.index_add(0, there.nonzero()[:, 0], mass), parts + there
+        return -(total / parts).mean()
 
     def _first_looks(self, batch: Batch, prompt: Prompt, heads: slice) -> tuple[Tensor, Tensor]:
         """Log attention (b, heads, t, start and picture) of the first layer's text, words of the picture's tokens."""

@@ -12,6 +12,7 @@ from hypothesis import given
 
 import stacktok
 from stacktok.core import batch
+from stacktok.core.support import relevance_depth
 from tests.core.cases import affinities, features, focused, problems
 
 
@@ -53,6 +54,29 @@ def test_a_prefix_says_what_it_cannot_do():
     final = stacktok.select_from_affinities(a_qv, a_vv, 10, target="final")
     with pytest.raises(ValueError, match='target="final" has no prefixes; call the selector again with budget=4'):
         final.prefix(4)
+    auto = stacktok.select_from_affinities(a_qv, a_vv, 10, relevance_depth="auto")
+    with pytest.raises(ValueError, match='relevance_depth="auto" has no prefixes; call the selector again with'):
+        auto.prefix(4)
+
+
+@pytest.mark.parametrize(("rows", "budget"), [(3, 8), (3, 40), (1, 6), (0, 5), (7, 1)])
+def test_the_automatic_depth_is_the_rule_s_for_this_budget_and_query(rows, budget):
+    x, z, q = features(60, rows)
+    depth = relevance_depth(stacktok.Parameters(relevance_depth="auto"), rows, budget)
+    auto = stacktok.select(x, z, q, budget, relevance_depth="auto")
+    assert auto.to_json().replace('relevance_depth=\\"auto\\"', "") == (
+        stacktok.select(x, z, q, budget, relevance_depth=depth).to_json()
+    )
+    pairs = [(*affinities(25, rows, seed=seed), None) for seed in range(3)]
+    shared = stacktok.select_crops_from_affinities(pairs, budget, relevance_depth="auto")
+    assert shared.order == stacktok.select_crops_from_affinities(pairs, budget, relevance_depth=depth).order
+    with pytest.raises(ValueError, match='relevance_depth="auto" has no prefixes'):
+        shared.prefix(1)
+
+
+def test_a_depth_has_to_be_a_number_or_auto():
+    with pytest.raises(TypeError, match="relevance_depth='deep' must be an integer, or None"):
+        stacktok.Parameters(relevance_depth="deep")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

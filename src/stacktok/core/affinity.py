@@ -20,6 +20,9 @@ from stacktok.core.parameters import Parameters
 Affinity = NDArray[np.floating]
 """A non-negative matrix on its grid, in host memory, C order, float32 or float64."""
 
+Copies = tuple[torch.Tensor, torch.Tensor]
+"""Tokens that equal an earlier one, and which."""
+
 # Elements handled at a time: a block of float32 stays in a core's second-level cache, and no temporary is larger.
 _BLOCK = 1 << 19
 # Elements of half-precision features that are cast up at a time.
@@ -52,7 +55,7 @@ def vision_affinity(vision: torch.Tensor, tau: float, norm_epsilon: float, norms
     result = torch.empty((n, n), dtype=unit.dtype, device=unit.device)
     with _full_precision(vision):
         torch.mm(unit, unit.T, out=result)
-    _tie_copies(result, vision, norms)
+    tie(result, copies(vision, norms))
     bits = grid_bits(n)
     for rows in _row_blocks(n, n):
         _softmax_on_grid(result[rows], tau, bits)
@@ -60,7 +63,12 @@ def vision_affinity(vision: torch.Tensor, tau: float, norm_epsilon: float, norms
 
 
 def query_affinity(
-    query: torch.Tensor, projected: torch.Tensor, tau: float, norm_epsilon: float, norms: torch.Tensor
+    query: torch.Tensor,
+    projected: torch.Tensor,
+    tau: float,
+    norm_epsilon: float,
+    norms: torch.Tensor,
+    equal: Copies | None,
 ) -> Affinity:
     """A^qv of Eq. (affinity), shape (m, n).
 
@@ -76,18 +84,21 @@ def query_affinity(
         Lower bound of the norms.
     norms
         Row norms of ``projected``, (n,), from `row_norms`.
+    equal
+        Its copies, from `copies`.
     """
     m, n = len(query), len(projected)
     dtype = torch.promote_types(_working_type(query), _working_type(projected))
     query = query.to(dtype)
     unit = query / _floored(row_norms(query, "query"), norm_epsilon)[:, None]
-    # The tall matrix goes first, which spares the product a transposed copy of it; and its norms divide the small
-    # product in place of the large factor.
+    # The tall matrix goes first, which spares the product a transposed copy of it (of the small one it is cheap); and
+    # its norms divide the small product in place of the large factor.
+    columns = unit.T.contiguous()
     # Features of any type go through the same blocks, so that half precision equals its float32 cast to the bit.
     with _full_precision(projected):
-        blocks = [projected[rows].to(dtype) @ unit.T for rows in _row_blocks(n, projected.shape[1], _CAST)]
+        blocks = [projected[rows].to(dtype) @ columns for rows in _row_blocks(n, projected.shape[1], _CAST)]
     result = torch.cat(blocks).T.contiguous()
-    _tie_copies(result, projected, norms)
+    tie(result, equal)
     result /= _floored(norms.to(dtype), norm_epsilon)
     if m:
         _softmax_on_grid(result, tau, grid_bits(m))
@@ -108,6 +119,45 @@ def row_norms(features: torch.Tensor, name: str) -> torch.Tensor:
             raise ValueError(f"{name}[{row}] is finite but its norm overflows {norms.dtype}; scale the features down")
         raise ValueError(f"{name}[{row}] holds NaN or infinity; give finite features")
     return norms
+
+
+def copies(features: torch.Tensor, norms: torch.Tensor) -> Copies | None:
+    """Tokens that equal an earlier one, and the first token that each equals; None where there are none.
+
+    Only rows of equal norm can be equal, so an image without copies pays for sorting its norms.
+
+    Parameters
+    ----------
+    features, norms
+        The tokens, (n, d), and their norms, (n,).
+    """
+    ordered, index = norms.sort(stable=True)
+    same = ordered[1:] == ordered[:-1]
+    if not bool(same.any()):
+        return None
+    suspects = torch.zeros_like(norms, dtype=torch.bool)
+    suspects[index[1:][same]] = True
+    suspects[index[:-1][same]] = True
+    tokens = suspects.nonzero()[:, 0]
+    _, kind = torch.unique(features[tokens].to(norms.dtype), dim=0, return_inverse=True)
+    first = torch.full((int(kind.max()) + 1,), len(norms), device=tokens.device)
+    first.scatter_reduce_(0, kind, tokens, "amin")
+    later = first[kind] != tokens
+    return (tokens[later], first[kind][later]) if bool(later.any()) else None
+
+
+def tie(products: torch.Tensor, equal: Copies | None) -> None:
+    """Give equal tokens equal columns: a matrix product may round the same row differently at different places.
+
+    Parameters
+    ----------
+    products
+        Products with every token, (rows, n); changed in place.
+    equal
+        From `copies`.
+    """
+    if equal is not None:
+        products[:, equal[0]] = products[:, equal[1]]
 
 
 def affinities(
@@ -140,7 +190,8 @@ def affinities(
     Parameters(tau_query=tau_query, tau_vision=tau_vision, norm_epsilon=norm_epsilon)
     x, z, q = check_features(vision, projected, query)
     a_vv = vision_affinity(x, tau_vision, norm_epsilon, row_norms(x, "vision"))
-    return query_affinity(q, z, tau_query, norm_epsilon, row_norms(z, "projected")), a_vv
+    norms = row_norms(z, "projected")
+    return query_affinity(q, z, tau_query, norm_epsilon, norms, copies(z, norms)), a_vv
 
 
 def check_features(
@@ -239,33 +290,6 @@ def _fits_float32(affinity: torch.Tensor) -> bool:
 def _row_blocks(rows: int, columns: int, elements: int = _BLOCK) -> list[slice]:
     step = max(1, elements // max(1, columns))
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-
-
-def _tie_copies(products: torch.Tensor, features: torch.Tensor, norms: torch.Tensor) -> None:
-    """Give equal tokens equal columns: a matrix product may round the same row differently at different places.
-
-    Only rows of equal norm can be equal, so an image without copies pays for sorting its norms.
-
-    Parameters
-    ----------
-    products
-        Products with every token, (rows, n); changed in place.
-    features, norms
-        The tokens, (n, d), and their norms, (n,).
-    """
-    ordered, index = norms.sort(stable=True)
-    same = ordered[1:] == ordered[:-1]
-    if not bool(same.any()):
-        return
-    suspects = torch.zeros_like(norms, dtype=torch.bool)
-    suspects[index[1:][same]] = True
-    suspects[index[:-1][same]] = True
-    tokens = suspects.nonzero()[:, 0]
-    _, kind = torch.unique(features[tokens].to(norms.dtype), dim=0, return_inverse=True)
-    first = torch.full((int(kind.max()) + 1,), len(norms), device=tokens.device)
-    first.scatter_reduce_(0, kind, tokens, "amin")
-    copies = first[kind] != tokens
-    products[:, tokens[copies]] = products[:, first[kind][copies]]
 
 
 def _softmax_on_grid(logits: torch.Tensor, tau: float, bits: int) -> None:

@@ -65,13 +65,13 @@ def select_batch(
         for image, x in enumerate(vision):
             room.acquire()
             prepared = PreparedImage(x, projected[image], masks[image], parameters, f"image {image}: ")
-            walks.append(pool.submit(_walk, prepared.trajectory(query[image]), budgets[image], room))
+            walks.append(pool.submit(_walk, prepared.trajectory(query[image], prepared.count(budgets[image])), room))
             del prepared
     return [walk.result() for walk in walks]
 
 
-def _walk(trajectory: Trajectory, budget: Budget, room: BoundedSemaphore) -> Selection:
+def _walk(trajectory: Trajectory, room: BoundedSemaphore) -> Selection:
     try:
-        return finish(trajectory, budget).detach()
+        return finish(trajectory).detach()
     finally:
         room.release()

@@ -22,8 +22,8 @@ from stacktok.core.budget import Budget, resolve_budget
 from stacktok.core.inputs import Array, Eligible
 from stacktok.core.parameters import Parameters, Settings
 from stacktok.core.record import CropSelection
-from stacktok.core.selection import PreparedImage, given_trajectory, question_parameters
-from stacktok.core.trajectory import Trajectory
+from stacktok.core.selection import PreparedImage, given_unit, question_parameters
+from stacktok.core.trajectory import Support, Trajectory
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -69,7 +69,8 @@ class PreparedCrops:
     def select(self, query: Array | None, budget: Budget, **settings: Unpack[Settings]) -> CropSelection:
         """Select tokens over all crops for a question; see `PreparedImage.select`."""
         parameters = question_parameters(self.parameters, dict(settings))
-        return allocate([crop.trajectory(query, parameters) for crop in self.crops], budget, parameters)
+        total = _total(budget, [crop.support for crop in self.crops])
+        return allocate([crop.trajectory(query, total, parameters) for crop in self.crops], total, parameters)
 
 
 def prepare_crops(crops: Sequence[Crop], **settings: Unpack[Settings]) -> PreparedCrops:
@@ -116,21 +117,25 @@ def select_crops_from_affinities(
                 f"affinities[{c}] has {len(entry)} entries; give (query_affinity, vision_affinity, eligible)"
             )
     parameters = Parameters.of(settings)
-    trajectories = [
-        given_trajectory(a_qv, a_vv, eligible, parameters, crop=f"crop {c}: ")
+    units = [
+        given_unit(a_qv, a_vv, eligible, parameters, crop=f"crop {c}: ")
         for c, (a_qv, a_vv, eligible) in enumerate(affinities)
     ]
-    rows = {trajectory.m for trajectory in trajectories}
+    rows = {len(a_qv) for _, a_qv in units}
     if len(rows) > 1:
         raise ValueError(f"the crops' query affinities have {sorted(rows)} rows; one query serves all crops")
-    return allocate(trajectories, budget, parameters)
+    total = _total(budget, [support for support, _ in units])
+    return allocate([Trajectory(*unit, parameters, total) for unit in units], total, parameters)
 
 
-def allocate(crops: Sequence[Trajectory], budget: Budget, parameters: Parameters) -> CropSelection:
+def _total(budget: Budget, units: Sequence[Support]) -> int:
+    """A budget that crops share as a number of tokens."""
+    return resolve_budget(budget, sum(unit.n for unit in units), sum(unit.capacity for unit in units))
+
+
+def allocate(crops: Sequence[Trajectory], total: int, parameters: Parameters) -> CropSelection:
     """Spend a budget over crops, Eqs. (crop-nominee) and (global), and refine each crop by itself."""
-    capacities = [crop.support.capacity for crop in crops]
-    total = resolve_budget(budget, sum(crop.n for crop in crops), sum(capacities))
-    horizons = [min(total, capacity) for capacity in capacities]
+    horizons = [min(total, crop.support.capacity) for crop in crops]
     limits = horizons if parameters.allocation == "shared" else _quotas(crops, total, horizons, parameters)
 
     # Every crop walks to an equal share at once, beside the others; the merge then asks for what it needs beyond.

@@ -15,6 +15,7 @@ Criterion = Literal["gated", "relevance", "coverage", "scalarized"]
 Target = Literal["size", "final"]
 Fill = Literal["coverage", "index"]
 Allocation = Literal["shared", "uniform", "proportional"]
+Depth = int | Literal["auto"] | None
 
 
 class Settings(TypedDict, total=False):
@@ -29,7 +30,7 @@ class Settings(TypedDict, total=False):
     swap_epsilon: float
     norm_epsilon: float
     entropy_floor: float
-    relevance_depth: int | None
+    relevance_depth: Depth
     strictness: float | None
     target: Target
     criterion: Criterion
@@ -60,7 +61,8 @@ class Parameters:
     entropy_floor
         Floor inside the logarithm of Eq. (beta).
     relevance_depth
-        Beyond the paper: how many kept tokens of a query row count towards relevance; 1 is the paper, None counts all.
+        Beyond the paper: how many kept tokens of a query row count towards relevance; 1 is the paper, None counts all,
+        "auto" sets it from the budget and the query's length (see `relevance_depth` in `stacktok.core.support`).
     strictness
         A fixed strictness in place of Eq. (beta); None, the paper's rule, reads it from the query's entropy.
     target
@@ -88,7 +90,7 @@ class Parameters:
     swap_epsilon: float = 1e-6
     norm_epsilon: float = 1e-8
     entropy_floor: float = 1e-12
-    relevance_depth: int | None = 1
+    relevance_depth: Depth = 1
     strictness: float | None = None
     target: Target = "size"
     criterion: Criterion = "gated"
@@ -112,7 +114,8 @@ class Parameters:
             raise ValueError(f"strictness={self.strictness!r} must lie in [0, 1], or be None to follow the entropy")
         _count(self, "swap_limit", least=0)
         _count(self, "swap_passes", least=0, none_means="until a pass accepts nothing")
-        _count(self, "relevance_depth", least=1, none_means="unlimited")
+        if self.relevance_depth != "auto":
+            _count(self, "relevance_depth", least=1, none_means="unlimited")
         _choice(self, "target", ("size", "final"))
         _choice(self, "criterion", ("gated", "relevance", "coverage", "scalarized"))
         _choice(self, "fill", ("coverage", "index"))

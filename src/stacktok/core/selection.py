@@ -11,6 +11,7 @@ from stacktok.core.affinity import (
     Affinity,
     check_features,
     check_query,
+    copies,
     given_affinity,
     query_affinity,
     row_norms,
@@ -48,6 +49,7 @@ class PreparedImage:
         )
         self._projected = z
         self._norms = row_norms(z, f"{where}projected")
+        self._copies = copies(z, self._norms)
 
     @property
     def n(self) -> int:
@@ -77,12 +79,14 @@ class PreparedImage:
         parameters = parameters or self.parameters
         q = check_query(query, self._projected)
         check_same_device(projected=self._projected, query=q)
-        return query_affinity(q, self._projected, parameters.tau_query, parameters.norm_epsilon, self._norms)
+        return query_affinity(
+            q, self._projected, parameters.tau_query, parameters.norm_epsilon, self._norms, self._copies
+        )
 
-    def trajectory(self, query: Array | None, parameters: Parameters | None = None) -> Trajectory:
-        """The walk of a question over this image, not yet begun."""
+    def trajectory(self, query: Array | None, budget: int, parameters: Parameters | None = None) -> Trajectory:
+        """The walk of a question over this image, not yet begun; ``budget`` is a count."""
         parameters = parameters or self.parameters
-        return Trajectory(self.support, self.query_affinity(query, parameters), parameters)
+        return Trajectory(self.support, self.query_affinity(query, parameters), parameters, budget)
 
     def select(self, query: Array | None, budget: Budget, **settings: Unpack[Settings]) -> Selection:
         """Select tokens for a question.
@@ -96,7 +100,12 @@ class PreparedImage:
         **settings
             Parameters that differ from those of `prepare`; ``tau_vision``, ``norm_epsilon`` and ``backend`` cannot.
         """
-        return finish(self.trajectory(query, question_parameters(self.parameters, dict(settings))), budget)
+        parameters = question_parameters(self.parameters, dict(settings))
+        return finish(self.trajectory(query, self.count(budget), parameters))
+
+    def count(self, budget: Budget) -> int:
+        """A budget as a number of this image's tokens."""
+        return resolve_budget(budget, self.n, self.support.capacity)
 
 
 def prepare(vision: Array, projected: Array, eligible: Eligible = None, **settings: Unpack[Settings]) -> PreparedImage:
@@ -176,13 +185,15 @@ def select_from_affinities(
         As in `select`; temperatures have no effect.
     """
     parameters = Parameters.of(settings)
-    return finish(given_trajectory(query_affinity, vision_affinity, eligible, parameters), budget)
+    support, a_qv = given_unit(query_affinity, vision_affinity, eligible, parameters)
+    k = resolve_budget(budget, support.n, support.capacity)
+    return finish(Trajectory(support, a_qv, parameters, k))
 
 
-def given_trajectory(
+def given_unit(
     query_affinity: Array | None, vision_affinity: Array, eligible: Eligible, parameters: Parameters, crop: str = ""
-) -> Trajectory:
-    """The walk over a unit whose affinities a caller hands over; ``crop`` names it in error messages."""
+) -> tuple[Support, Affinity]:
+    """A unit whose affinities a caller hands over, and its A^qv; ``crop`` names it in error messages."""
     a_vv = given_affinity(vision_affinity, f"{crop}vision_affinity")
     n = a_vv.shape[1]
     if a_vv.shape[0] != n:
@@ -190,18 +201,17 @@ def given_trajectory(
     if query_affinity is None:
         a_qv: Affinity = np.zeros((0, n), dtype=np.float32)
     else:
-        a_qv = given_affinity(query_affinity, f"{crop}query_affinity", parameters.relevance_depth)
+        depth = None if parameters.relevance_depth == "auto" else parameters.relevance_depth
+        a_qv = given_affinity(query_affinity, f"{crop}query_affinity", depth)
     if a_qv.shape[1] != n:
         raise ValueError(f"{crop}query_affinity has {a_qv.shape[1]} columns for {n} tokens; give a matrix (m, n)")
-    support = Support(a_vv, eligible_mask(eligible, n), get_backend(parameters.backend))
-    return Trajectory(support, a_qv, parameters)
+    return Support(a_vv, eligible_mask(eligible, n), get_backend(parameters.backend)), a_qv
 
 
-def finish(trajectory: Trajectory, budget: Budget) -> Selection:
+def finish(trajectory: Trajectory) -> Selection:
     """Walk to the budget and record."""
-    k = resolve_budget(budget, trajectory.n, trajectory.support.capacity)
-    trajectory.advance(k)
-    return trajectory.record(k)
+    trajectory.advance(trajectory.budget)
+    return trajectory.record(trajectory.budget)
 
 
 def question_parameters(parameters: Parameters, changes: dict[str, Any]) -> Parameters:

@@ -32,6 +32,23 @@ def strictness(query_affinity: Affinity, parameters: Parameters) -> float:
     return float(min(max(entropy, parameters.beta_min), parameters.beta_max))
 
 
+def relevance_depth(parameters: Parameters, rows: int, budget: int) -> int | None:
+    """How many kept tokens of a query row count; "auto" shares half of the budget out between the rows.
+
+    Parameters
+    ----------
+    parameters
+        Its ``relevance_depth`` is a number, None for all, or "auto".
+    rows
+        Rows of the query, m.
+    budget
+        Tokens to be kept in the end.
+    """
+    if parameters.relevance_depth == "auto":
+        return max(1, -(-budget // (2 * max(1, rows))))
+    return parameters.relevance_depth
+
+
 def row_entropies(query_affinity: Affinity, floor: float) -> NDArray[np.float64]:
     """H_i of Eq. (beta) for every row of the query, (m,)."""
     a = query_affinity.astype(np.float64)

@@ -14,7 +14,7 @@ from stacktok.core.coverage import coverage_sum
 from stacktok.core.inputs import Mask
 from stacktok.core.parameters import Parameters
 from stacktok.core.record import Selection, Swap
-from stacktok.core.support import strictness, target_sums
+from stacktok.core.support import relevance_depth, strictness, target_sums
 from stacktok.kernels import CRITERIA, Backend, Rule, Walk
 
 Floats = NDArray[np.float64]
@@ -61,11 +61,15 @@ class Trajectory:
         A^qv, (m, n), on its grid; m = 0 selects by coverage throughout.
     parameters
         Checked parameters.
+    budget
+        How many tokens are to be kept in the end, over all crops if the unit is one of several.
     """
 
-    def __init__(self, support: Support, query_affinity: Affinity, parameters: Parameters) -> None:
+    def __init__(self, support: Support, query_affinity: Affinity, parameters: Parameters, budget: int) -> None:
         self.support, self.query_affinity, self.parameters = support, query_affinity, parameters
         self.m, self.n = query_affinity.shape
+        self.budget = budget
+        self.depth = relevance_depth(parameters, self.m, budget)
         self.strictness = strictness(query_affinity, parameters)
         self._walk: Walk = support.backend.walk(
             support.vision_affinity,
@@ -73,7 +77,7 @@ class Trajectory:
             support.sums,
             support.eligible,
             _rule(self.m, parameters),
-            parameters.relevance_depth,
+            self.depth,
             parameters.alpha,
         )
         self._horizon = 0
@@ -132,10 +136,16 @@ class Trajectory:
             swaps=(),
             final_relevance=float(relevance[k]),
             final_coverage=float(coverage[k]),
-            _not_anytime='target="final"' if self.parameters.target == "final" else "",
+            _not_anytime=self._not_anytime(),
             _refine=self.refine,
         )
         return self.refine(selection)
+
+    def _not_anytime(self) -> str:
+        """Which setting makes a run depend on its budget from the first step on, if one does."""
+        if self.parameters.target == "final":
+            return 'target="final"'
+        return 'relevance_depth="auto"' if self.parameters.relevance_depth == "auto" else ""
 
     def refine(self, selection: Selection) -> Selection:
         """Support-preserving swap refinement, Eq. (swap), where the set is small enough to be refined."""
@@ -147,7 +157,7 @@ class Trajectory:
             self.query_affinity,
             selection.indices,
             support.eligible,
-            parameters.relevance_depth,
+            self.depth,
             float(self.targets(k)[k]),
             parameters.swap_epsilon,
             parameters.swap_passes,
@@ -160,7 +170,7 @@ class Trajectory:
             selection,
             indices=indices,
             swaps=tuple(Swap(*swap) for swap in swaps),
-            final_relevance=coverage_sum(query, kept, parameters.relevance_depth) / max(1, self.m),
+            final_relevance=coverage_sum(query, kept, self.depth) / max(1, self.m),
             final_coverage=coverage_sum(vision, kept) / self.n,
         )
 

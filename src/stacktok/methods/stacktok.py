@@ -12,7 +12,7 @@ import torch
 from stacktok.core.budget import Budget
 from stacktok.core.crops import Crop, select_crops
 from stacktok.core.inputs import Array, Eligible
-from stacktok.core.parameters import Allocation, Criterion, Fill, Parameters, Target
+from stacktok.core.parameters import Allocation, Criterion, Depth, Fill, Parameters, Target
 from stacktok.core.record import CropSelection, Selection
 from stacktok.core.selection import select
 from stacktok.core.tokens import EncodedCrop, EncodedImage, Reduction
@@ -46,7 +46,7 @@ class StackTok(FeatureMethod):
     swap_epsilon: float = 1e-6
     norm_epsilon: float = 1e-8
     entropy_floor: float = 1e-12
-    relevance_depth: int | None = 1
+    relevance_depth: Depth = 1
     strictness: float | None = None
     target: Target = "size"
     criterion: Criterion = "gated"
