@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 @pytest.fixture(scope="module")
 def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """An engine of a family; the parameter is (model, budget, method, further arguments)."""
+    """An engine; the parameter is (model, budget, method or None for vLLM without us, further arguments)."""
     pytest.importorskip("vllm")
     from vllm import LLM
 
@@ -27,7 +27,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
     model_type = reference(name).model.config.model_type
     common = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 16}
     caches = {"enable_prefix_caching": True, "limit_mm_per_prompt": {"image": 8}}
-    ours = engine_arguments(model_type, budget, method=method)
+    ours = {} if method is None else engine_arguments(model_type, budget, method=method)
     ours["worker_extension_cls"] = "tests.serving.swap.SwapExtension"
     # The server's tests have the worker in a process of its own.
     llm = LLM(str(folder(name)), distributed_executor_backend="uni", **{**common, **caches, **ours, **more})

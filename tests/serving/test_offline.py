@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from stacktok.view.samples import scene_samples
 from tests.serving.answers import Request, answers, expected
 from tests.serving.models import FAMILIES, reference
 from tests.serving.swap import swap
@@ -130,3 +131,13 @@ def test_other_processors_and_language_models(engine: Any, request: pytest.Fixtu
     for one, answer in zip(asked, found, strict=True):
         wanted = expected(tiny, one, budget)
         assert answer.close(wanted), (one, answer, wanted)
+
+
+@pytest.mark.parametrize("engine", [pytest.param(("embedded", None, None, {}), id="stock")], indirect=True)
+def test_nothing_changes_unless_it_is_asked_for(engine: Any) -> None:
+    tiny = reference("embedded")
+    request = Request("how many cats are there ?", (scene_samples(1)[0].picture,))
+    (answer,) = answers(engine, tiny, [request])
+    assert answer.close(expected(tiny, request, None))
+    assert engine.collective_rpc("stacktok_counters") == [{}]
+    assert engine.llm_engine.model_config.architectures == ["LlavaForConditionalGeneration"]

@@ -1,4 +1,4 @@
-"""M-RoPE positions of kept tokens: exact, in every type of weights, and those of the unpruned prompt."""
+"""Pieces of the model classes: M-RoPE positions of kept tokens, exact in every type of weights; groups of images."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("vllm")
 
+from stacktok.serving.model import grouped
 from stacktok.serving.qwen2_5_vl import digits, places, prompt_positions
 from tests.serving.models import reference
 from tests.tiny import picture
@@ -50,3 +51,10 @@ def test_positions_of_a_prompt_are_those_of_the_model() -> None:
     )
     assert last == following
     assert torch.equal(shorter[:, -5:], found[:, -5:])
+
+
+def test_images_are_encoded_in_groups_that_fit() -> None:
+    lengths = [4, 4, 9, 1, 20, 2]
+    assert grouped([0, 1, 2, 3, 4, 5], lengths, 10) == [[0, 1], [2, 3], [4], [5]]
+    assert grouped([1, 4], lengths, 10) == [[1], [4]]
+    assert grouped([], lengths, 10) == []

@@ -57,6 +57,12 @@ class LlavaTower(PrunedModel):
                 tower.encoder.layers[-1].self_attn.attn, has_cls, getattr(self.pruner.method, "signal", None)
             )
 
+    @property
+    def view_length(self) -> int:
+        """Encoded positions of one view."""
+        config = self.config.vision_config
+        return int((config.image_size // config.patch_size) ** 2)
+
     def vision_features(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Pre-projector features of some views, (views, n, d_v), and the same with CLS where there is one."""
         if self.reader is None:
@@ -81,6 +87,10 @@ class PrunedLlava(LlavaTower, LlavaForConditionalGeneration):
 
     family = LlavaAdapter.family
     hf_to_vllm_mapper = LlavaForConditionalGeneration.hf_to_vllm_mapper | TOWER_NAMES
+
+    def unpruned_lengths(self, kwargs: dict[str, Any]) -> list[int]:
+        """One view per image."""
+        return [self.view_length] * len(kwargs["pixel_values"])
 
     def encode_images(self, indices: list[int], asked: list[Asked], kwargs: dict[str, Any]) -> list[EncodedImage]:
         """One crop per image."""

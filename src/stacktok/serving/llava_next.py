@@ -45,6 +45,10 @@ class PrunedLlavaNext(LlavaTower, LlavaNextForConditionalGeneration):
     family = LlavaNextAdapter.family
     hf_to_vllm_mapper = LlavaNextForConditionalGeneration.hf_to_vllm_mapper | TOWER_NAMES
 
+    def unpruned_lengths(self, kwargs: dict[str, Any]) -> list[int]:
+        """All views of an image."""
+        return [self.view_length * (1 + _layout(size, self.config).tiles) for size in kwargs["image_sizes"]]
+
     def encode_images(self, indices: list[int], asked: list[Asked], kwargs: dict[str, Any]) -> list[EncodedImage]:
         """Base view and tiles of each image; views that only pad the batch are not encoded."""
         layouts = [_layout(kwargs["image_sizes"][index], self.config) for index in indices]

@@ -39,13 +39,21 @@ class PrunedModel(Base):
 
     family: ClassVar[str]
     mrope: ClassVar[bool] = False
+    # The adapters of a tower are told apart by the number of tokens that come out, which is another now.
+    supports_tower_connector_lora = False
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         settings = Settings.read(getattr(self.config, KEY, {}))
         self.pruner = Pruner(settings)
+        # vLLM gathers images for a step by their pruned lengths, and profiled memory by unpruned ones.
+        self._at_once = vllm_config.scheduler_config.max_num_encoder_input_tokens
         check_engine(vllm_config, self.family, mrope=self.mrope, reads_tower=self.pruner.reads_tower)
         self.pruner.warm_up()
+
+    def unpruned_lengths(self, kwargs: dict[str, Any]) -> list[int]:
+        """Encoded positions of every image of a batch."""
+        raise NotImplementedError
 
     def encode_images(self, indices: list[int], asked: list[Asked], kwargs: dict[str, Any]) -> list[EncodedImage]:
         """The encoder's output of some images of a batch.
@@ -69,7 +77,11 @@ class PrunedModel(Base):
             return None
         return self.pruner.embed(
             asked,
-            lambda indices: self.encode_images(indices, asked, rest),
+            lambda indices: [
+                image
+                for group in grouped(indices, self.unpruned_lengths(rest), self._at_once)
+                for image in self.encode_images(group, asked, rest)
+            ],
             self.get_language_model().embed_input_ids,
             next(self.get_language_model().parameters()).device,
             getattr(self, "image_newline", None),
@@ -81,6 +93,19 @@ class PrunedModel(Base):
         if kept is None:
             return super().embed_multimodal(**kwargs)
         return tuple(one.rows for one in kept)
+
+
+def grouped(indices: list[int], lengths: list[int], capacity: int) -> list[list[int]]:
+    """Indices in groups whose lengths add up to no more than a capacity, or which are alone."""
+    groups: list[list[int]] = []
+    room = -1
+    for index in indices:
+        if lengths[index] > room:
+            groups.append([])
+            room = capacity
+        groups[-1].append(index)
+        room -= lengths[index]
+    return groups
 
 
 class AttentionReader:

@@ -78,6 +78,11 @@ class PrunedQwen2_5_VL(PrunedModel, Qwen2_5_VLForConditionalGeneration):  # noqa
     def _note_patches(self, module: Any, args: tuple[Any, ...]) -> None:
         self._patches = args[0]
 
+    def unpruned_lengths(self, kwargs: dict[str, Any]) -> list[int]:
+        """Merged tokens of an image."""
+        merge = self.config.vision_config.spatial_merge_size
+        return (kwargs["image_grid_thw"].prod(-1) // merge**2).tolist()
+
     def encode_images(self, indices: list[int], asked: list[Asked], kwargs: dict[str, Any]) -> list[EncodedImage]:
         """One crop per image, read by the adapter from what vLLM's tower gives."""
         grids = kwargs["image_grid_thw"]
