@@ -29,7 +29,6 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
     caches = {"enable_prefix_caching": True, "limit_mm_per_prompt": {"image": 8}}
     ours = {} if method is None else engine_arguments(model_type, budget, method=method)
     ours["worker_extension_cls"] = "tests.serving.swap.SwapExtension"
-    # The server's tests have the worker in a process of its own.
-    llm = LLM(str(folder(name)), distributed_executor_backend="uni", **{**common, **caches, **ours, **more})
+    llm = LLM(str(folder(name)), **{**common, **caches, **ours, **more})
     yield llm
     llm.llm_engine.engine_core.shutdown()
