@@ -9,7 +9,7 @@ from stacktok.core.tokens import EncodedImage, single_crop
 from stacktok.methods import method_class
 from stacktok.models.llava_next import CanvasLayout, encode_tiles
 from stacktok.serving.cache import FeatureCache, image_bytes
-from stacktok.serving.fields import ALL, Asked, pack, unpack
+from stacktok.serving.fields import ALL, PROFILE, Asked, pack, unpack
 from stacktok.serving.pruner import Pruner, image_rows
 from stacktok.serving.settings import Settings
 
@@ -93,6 +93,13 @@ def test_two_questions_in_one_batch_encode_an_image_once() -> None:
     assert counted["encoder_cache_hits"] == 6
     assert counted["tokens_before"] == 8 * 16
     assert counted["tokens_after"] == 2 * (3 * 5 + 16)
+
+
+def test_images_that_only_measure_memory_are_neither_cached_nor_counted() -> None:
+    pruner = Pruner(Settings.read({"budget": 5}))
+    (kept,) = pruner.embed([asked(b"a", PROFILE)], lambda indices: [image(i) for i in indices], lambda ids: ids, HOST)
+    assert len(kept.rows) == 16
+    assert not any(pruner.snapshot().values())
 
 
 def test_rows_of_an_unpruned_canvas_have_their_newlines() -> None:

@@ -18,6 +18,9 @@ FIELDS = (KEEP, QUERY, IMAGE, ELIGIBLE)
 ALL = -1
 """Value of ``keep`` that leaves an image unpruned."""
 
+PROFILE = -2
+"""The same for an image that vLLM made up to measure memory: it is neither cached nor counted."""
+
 
 class Asked(NamedTuple):
     """What is asked for one image.
@@ -25,7 +28,7 @@ class Asked(NamedTuple):
     Attributes
     ----------
     keep
-        Tokens to keep, or `ALL`.
+        Tokens to keep, `ALL` or `PROFILE`.
     query
         Token ids of the query, (m,).
     key

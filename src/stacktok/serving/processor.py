@@ -21,13 +21,17 @@ from stacktok.core.budget import resolve_budget
 from stacktok.models.base import adapter_for
 from stacktok.models.prompt import PromptReader
 from stacktok.models.query import word_ids
-from stacktok.serving.fields import ALL, FIELDS, KEEP, pack
+from stacktok.serving.fields import ALL, FIELDS, KEEP, PROFILE, pack
 from stacktok.serving.settings import KEY, Settings, Wish
 
 if TYPE_CHECKING:
     from vllm.multimodal.processing import BaseMultiModalProcessor as Base
 else:
     Base = object
+
+
+# Stands for a request's wish where vLLM makes a request up.
+_MADE_UP = object()
 
 
 class Room(NamedTuple):
@@ -74,12 +78,13 @@ class PrunedProcessor(Base):
 
     def get_dummy_inputs(self, *args: Any, **kwargs: Any) -> Any:
         """Profiling inputs: unpruned, since a request may ask for any budget."""
-        return replace(super().get_dummy_inputs(*args, **kwargs), hf_processor_mm_kwargs={KEY: {"budget": None}})
+        return replace(super().get_dummy_inputs(*args, **kwargs), hf_processor_mm_kwargs={KEY: _MADE_UP})
 
     def apply(self, inputs: Any, timing_ctx: Any) -> Any:
         """Process a request whose wish, in checked form, stands in for what the client wrote."""
         rest = dict(inputs.hf_processor_mm_kwargs)
-        wish = Wish.read(rest.pop(KEY, None), self.settings.method.budget)
+        entry = rest.pop(KEY, None)
+        wish = Wish(None) if entry is _MADE_UP else Wish.read(entry, self.settings.method.budget)
         if rest and self.settings.own_arguments_only:
             raise ValueError(
                 f"mm_processor_kwargs has {sorted(rest)[0]!r}, and this server takes {KEY!r} alone from its clients; "
@@ -90,7 +95,7 @@ class PrunedProcessor(Base):
             return super().apply(plain, timing_ctx)
         images = super()._get_mm_hashes(plain)["image"]
         query = self._query_ids(wish, inputs.prompt)
-        own = {"budget": wish.budget, "query": query, "images": images}
+        own = {"budget": wish.budget, "query": query, "images": images, "all": PROFILE if entry is _MADE_UP else ALL}
         return super().apply(replace(plain, hf_processor_mm_kwargs={**rest, KEY: own}), timing_ctx)
 
     def _query_ids(self, wish: Wish, prompt: Sequence[int]) -> list[int]:
@@ -151,7 +156,7 @@ class PrunedProcessor(Base):
             )
         rooms = [self.room(index, items, processed) for index in range(len(items))]
         budget = own["budget"]
-        keep = [ALL if budget is None else resolve_budget(budget, room.encoded, room.capacity) for room in rooms]
+        keep = [own["all"] if budget is None else resolve_budget(budget, room.encoded, room.capacity) for room in rooms]
         eligible = [room.eligible for room in rooms if room.eligible is not None]
         processed.update(pack(keep, own["query"], own["images"], eligible or None))
         return processed
@@ -179,6 +184,6 @@ def _shortened(update: Any, out_mm_kwargs: Any) -> Any:
     def replacement(index: int) -> Any:
         tokens = update.replacement(index)
         keep = int(out_mm_kwargs["image"][index][KEEP].data.item())
-        return tokens if keep == ALL else tokens[:keep]
+        return tokens if keep < 0 else tokens[:keep]
 
     return PromptReplacement(modality="image", target=update.target, replacement=replacement)

@@ -12,7 +12,7 @@ import torch
 from stacktok.core.tokens import EncodedImage, Ints, single_crop
 from stacktok.serving.cache import FeatureCache
 from stacktok.serving.counters import Counters
-from stacktok.serving.fields import ALL, Asked
+from stacktok.serving.fields import PROFILE, Asked
 from stacktok.serving.settings import Settings
 
 
@@ -85,6 +85,8 @@ class Pruner:
         newline
             Embedding of a layout's separator, (d,), where it has any.
         """
+        if any(one.keep == PROFILE for one in asked):
+            return [_whole(image, newline) for image in encode(list(range(len(asked))))]
         images = self._encoded(asked, encode, device)
         return [self._reduce(one, images[one.key], embed_ids, device, newline) for one in asked]
 
@@ -118,9 +120,8 @@ class Pruner:
         device: torch.device,
         newline: torch.Tensor | None,
     ) -> Kept:
-        rows = image_rows(image, newline)
-        places: Ints = np.arange(image.length, dtype=np.int64)
-        if one.keep != ALL:
+        rows, places = _whole(image, newline)
+        if one.keep >= 0:
             begin = time.perf_counter()
             query = embed_ids(one.query.to(device)) if len(one.query) else None
             reduction = self.method.reduce(image, query, one.keep)
@@ -135,6 +136,10 @@ class Pruner:
         self.counters.tokens_before += image.length
         self.counters.tokens_after += len(rows)
         return Kept(rows, places)
+
+
+def _whole(image: EncodedImage, newline: torch.Tensor | None) -> Kept:
+    return Kept(image_rows(image, newline), np.arange(image.length, dtype=np.int64))
 
 
 def image_rows(image: EncodedImage, newline: torch.Tensor | None) -> torch.Tensor:
