@@ -57,8 +57,8 @@ class Server:
         return {name: float(value) for name, value in lines if "{" not in name}
 
     def memory(self) -> int:
-        """Resident bytes of the server and its engine."""
-        return sum(_resident(pid) for pid in _family(self.process.pid))
+        """Bytes that the server and its engine hold, what they share counted once."""
+        return sum(_held(pid) for pid in _family(self.process.pid))
 
 
 @contextmanager
@@ -130,13 +130,18 @@ def messages(question: str, *urls: str) -> list[dict[str, Any]]:
 
 
 def _family(pid: int) -> list[int]:
-    found = [pid]
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in task.read_text().split():
-            found += _family(int(child))
-    return found
+    """A process and those below it."""
+    try:
+        children = [task.read_text().split() for task in Path(f"/proc/{pid}/task").glob("*/children")]
+    except OSError:
+        return [pid]
+    return [pid, *(one for some in children for child in some for one in _family(int(child)))]
 
 
-def _resident(pid: int) -> int:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+def _held(pid: int) -> int:
+    """Proportional set size; 0 for a process that is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
