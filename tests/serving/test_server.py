@@ -12,19 +12,18 @@ pytest.importorskip("vllm")
 
 from PIL import Image
 
-from stacktok.bench.served import NAME, Server, bytes_url, data_url, messages, serving
-from stacktok.embedded import path as embedded_path
+from stacktok.bench.served import NAME, Server, bytes_url, data_url, messages
 from stacktok.view.samples import scene_samples
 from tests.serving.answers import embedded_answer
 from tests.serving.models import reference
-from tests.serving.soak import FLAGS, FLAT, soak
+from tests.serving.soak import FLAT, soak, soaked_server
 
 TOKENS = 8
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(embedded_path(), tmp_path_factory.mktemp("server") / "log", *FLAGS) as running:
+    with soaked_server(tmp_path_factory.mktemp("server")) as running:
         yield running
 
 

@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +62,9 @@ class Server:
 
 
 @contextmanager
-def serving(model: str | Path, log: Path, *flags: str, seconds: int = 600) -> Iterator[Server]:
+def serving(
+    model: str | Path, log: Path, *flags: str, seconds: int = 600, environment: Mapping[str, str] | None = None
+) -> Iterator[Server]:
     """Start ``stacktok serve``, wait until it answers, and stop it in the end.
 
     Parameters
@@ -75,6 +77,8 @@ def serving(model: str | Path, log: Path, *flags: str, seconds: int = 600) -> It
         Further flags, ours and vLLM's.
     seconds
         How long it may take to start.
+    environment
+        Variables of the libraries below, on top of this process's own.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -85,6 +89,7 @@ def serving(model: str | Path, log: Path, *flags: str, seconds: int = 600) -> It
             [*command, "--served-model-name", NAME, *flags],
             stdout=output,
             stderr=subprocess.STDOUT,
+            env={**os.environ, **(environment or {})},
             start_new_session=True,
         )
         server = Server(f"http://127.0.0.1:{port}", process, log)
