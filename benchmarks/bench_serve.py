@@ -137,8 +137,8 @@ def run(name: str, arguments: argparse.Namespace, folder: Path) -> list[Row]:
     flags = ("--dtype", arguments.dtype, "--max-model-len", "2048", "--max-num-seqs", "32", "--enforce-eager")
     rows, seed = [], 0
     with serving(where, folder / f"{name}.log", "--cache-megabytes", "0", *flags, *more, seconds=1800) as server:
-        for budget in budgets:
-            measure(server, budget, 1, [fresh_url(10**6 + hash(str(budget)) % 10**6)], 2)
+        for index, budget in enumerate(budgets):
+            measure(server, budget, 1, [fresh_url(10**6 + index)], 2)
         for concurrency in arguments.concurrency:
             count = max(concurrency, arguments.requests)
             for budget in budgets:
