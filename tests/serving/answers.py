@@ -10,9 +10,11 @@ import torch
 
 from stacktok.methods import method_class
 from stacktok.runtime.run import PROMPT
-from tests.tiny import Tiny
+from tests.tiny import Tiny, picture
 
 TOKENS = 6
+WIDE, TALL, SQUARE = picture(224, 120, 1), picture(90, 230, 2), picture(200, 200, 3)
+DOG, CATS = "Is there a dog in the picture?", "How many cats are there on the red square?"
 
 
 @dataclass(frozen=True)

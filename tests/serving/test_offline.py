@@ -8,8 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from stacktok.view.samples import scene_samples
-from tests.serving.answers import Request, answers, expected
+from tests.serving.answers import CATS, DOG, SQUARE, TALL, WIDE, Request, answers, expected
 from tests.serving.models import FAMILIES, reference
 from tests.serving.swap import swap
 from tests.tiny import picture
@@ -21,9 +20,6 @@ CHUNKED = {"max_num_batched_tokens": 10, "max_num_seqs": 8}
 plain = [pytest.param((name, BUDGET, "stacktok", {}), id=name) for name in FAMILIES]
 chunked = [pytest.param((name, BUDGET, "stacktok", CHUNKED), id=f"{name}-chunked") for name in FAMILIES]
 either = pytest.mark.parametrize("engine", [*plain, *chunked], indirect=True)
-
-WIDE, TALL, SQUARE = picture(224, 120, 1), picture(90, 230, 2), picture(200, 200, 3)
-DOG, CATS = "Is there a dog in the picture?", "How many cats are there on the red square?"
 
 
 def name_of(engine: Any) -> str:
@@ -101,43 +97,3 @@ def test_every_other_method_before_the_language_model(engine: Any) -> None:
                 assert answer.close(wanted), (method, request, answer, wanted)
     finally:
         swap(engine, "stacktok", BUDGET)
-
-
-towers = [pytest.param((name, 9, "visionzip", {}), id=f"{name}-visionzip") for name in FAMILIES]
-
-
-@pytest.mark.parametrize("engine", towers, indirect=True)
-def test_a_method_that_reads_the_vision_tower(engine: Any) -> None:
-    tiny = reference(name_of(engine))
-    requests = [Request(DOG, (WIDE, SQUARE)), Request(DOG, (TALL,)), Request(CATS, (SQUARE,), budget=16)]
-    for request, answer in zip(requests, answers(engine, tiny, requests), strict=True):
-        wanted = expected(tiny, request, 9, "visionzip")
-        assert answer.close(wanted), (request, answer, wanted)
-
-
-others = [
-    pytest.param(("llava_padded", 30, "stacktok", {}), id="llava_padded"),
-    pytest.param(("llava_next_mistral", "20%", "stacktok", {}), id="llava_next_mistral"),
-]
-
-
-@pytest.mark.parametrize("engine", others, indirect=True)
-def test_other_processors_and_language_models(engine: Any, request: pytest.FixtureRequest) -> None:
-    name, budget = request.node.callspec.params["engine"][:2]
-    tiny = reference(name)
-    # Of a very wide picture that is padded to a square, fewer than 30 tokens may be kept.
-    asked = [Request(DOG, (picture(300, 40, 5),)), Request(CATS, (WIDE, SQUARE)), Request(CATS, (TALL,), budget=4)]
-    found = answers(engine, tiny, asked)
-    for one, answer in zip(asked, found, strict=True):
-        wanted = expected(tiny, one, budget)
-        assert answer.close(wanted), (one, answer, wanted)
-
-
-@pytest.mark.parametrize("engine", [pytest.param(("embedded", None, None, {}), id="stock")], indirect=True)
-def test_nothing_changes_unless_it_is_asked_for(engine: Any) -> None:
-    tiny = reference("embedded")
-    request = Request("how many cats are there ?", (scene_samples(1)[0].picture,))
-    (answer,) = answers(engine, tiny, [request])
-    assert answer.close(expected(tiny, request, None))
-    assert engine.collective_rpc("stacktok_counters") == [{}]
-    assert engine.llm_engine.model_config.architectures == ["LlavaForConditionalGeneration"]
