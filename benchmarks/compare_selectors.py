@@ -12,6 +12,7 @@ model are asked through the runtime, at their own position policy.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import time
@@ -243,15 +244,26 @@ def gate_facts(selection: Any) -> dict[str, Any]:
     }
 
 
-def run_chunk(path: Path, loop: Loop, scenes: list[Any], names: list[str], policies: list[str], batch: int) -> None:
-    """Bring one result file up to date."""
+def run_chunk(
+    path: Path,
+    model: str,
+    loop: Loop,
+    scenes: list[Any],
+    names: list[str],
+    budgets: list[int],
+    policies: list[str],
+    batch: int,
+) -> None:
+    """Bring one result file up to date; ``model`` is the digest of the weights that it holds for."""
     done: dict[str, Any] = {"cells": {}, "gate": {}, "seconds": {}, "tokens per layer": {}}
     if path.exists():
         done = json.loads(path.read_text())
+    if done.setdefault("model", model) != model:
+        raise ValueError(f"{path} holds results of other weights; use another --out")
 
     def missing(name: str) -> list[tuple[int, str]]:
         wanted = [INSIDE[name][1]] if name in INSIDE else policies
-        return [(k, p) for k in BUDGETS for p in wanted if cell_name(name, k, p) not in done["cells"]]
+        return [(k, p) for k in budgets for p in wanted if cell_name(name, k, p) not in done["cells"]]
 
     if FULL in done["cells"] and not any(missing(name) for name in names):
         return
@@ -297,10 +309,12 @@ def main() -> None:
     names = [*VARIANTS, *INSIDE]
     default = [*MAIN, *INSIDE, *DEPTHS, *AUTO, *ABLATIONS]
     parser.add_argument("--variants", nargs="*", default=default, choices=names, metavar="NAME")
+    parser.add_argument("--budgets", type=int, nargs="*", default=list(BUDGETS), choices=BUDGETS)
     parser.add_argument("--positions", nargs="*", default=["compact", "kept"], choices=["compact", "kept"])
     parser.add_argument("--batch", type=int, default=40)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    model = hashlib.sha256((arguments.model / "model.safetensors").read_bytes()).hexdigest()
     processor = AutoProcessor.from_pretrained(arguments.model)
     loop = Loop(AutoModelForImageTextToText.from_pretrained(arguments.model, dtype=torch.float32).eval(), processor)
     style = {"standard": STANDARD, "detail": DETAIL}[arguments.style]
@@ -311,7 +325,9 @@ def main() -> None:
             count = min(CHUNK, last - first)
             scenes = [make_scene(seed_for(arguments.split, first + index), style) for index in range(count)]
             path = arguments.out / f"{arguments.split}-{first:05d}-{count}.json"
-            run_chunk(path, loop, scenes, arguments.variants, arguments.positions, arguments.batch)
+            run_chunk(
+                path, model, loop, scenes, arguments.variants, arguments.budgets, arguments.positions, arguments.batch
+            )
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from stacktok.evaluation.statistics import paired_comparison
 
 Floats = NDArray[np.float64]
 RESAMPLES = 4000
+NOT_RUN = "not run"
 
 
 @dataclass(eq=False)
@@ -105,10 +106,17 @@ def retentions(results: Results, names: list[str], positions: str) -> str:
     """Retention of every variant at every budget."""
     rows = []
     for name in names:
-        if cell_name(name, BUDGETS[0], positions) not in results.cells:
-            continue
-        cells = (results.retention(cell_name(name, k, positions)) for k in BUDGETS)
-        rows.append([name, *(f"{mid:.1f} [{low:.1f}, {high:.1f}]" for mid, low, high in cells)])
+        cells = [cell_name(name, k, positions) for k in BUDGETS]
+        if any(cell in results.cells for cell in cells):
+            rows.append(
+                [
+                    name,
+                    *(
+                        "{:.1f} [{:.1f}, {:.1f}]".format(*results.retention(cell)) if cell in results.cells else NOT_RUN
+                        for cell in cells
+                    ),
+                ]
+            )
     return table(["retention, %", *map(str, BUDGETS)], rows)
 
 
@@ -116,11 +124,14 @@ def differences(results: Results, names: list[str], baseline: str, positions: st
     """Paired differences of retention, with the paired test on items."""
     rows = []
     for name in names:
-        if name == baseline or cell_name(name, BUDGETS[0], positions) not in results.cells:
+        if name == baseline or not any(cell_name(name, k, positions) in results.cells for k in BUDGETS):
             continue
         row = [name]
         for k in BUDGETS:
             cell, other = cell_name(name, k, positions), cell_name(baseline, k, positions)
+            if cell not in results.cells:
+                row.append(NOT_RUN)
+                continue
             mid, low, high = results.retention_difference(cell, other)
             p = paired_comparison(results.cells[cell], results.cells[other], groups=results.scene).p_value
             mark = " *" if p < 0.05 else ""
@@ -177,6 +188,9 @@ def best_scalarization(results: Results, positions: str) -> str:
     """The best fixed alpha of every budget, chosen on these very questions, beside the gated policy."""
     row = ["best fixed scalarization"]
     for k in BUDGETS:
+        if cell_name(f"scalarization, alpha {ALPHAS[0]}", k, positions) not in results.cells:
+            row.append(NOT_RUN)
+            continue
         found = {a: results.retention(cell_name(f"scalarization, alpha {a}", k, positions))[0] for a in ALPHAS}
         alpha = max(found, key=lambda a: found[a])
         row.append(f"{found[alpha]:.1f} (alpha {alpha})")

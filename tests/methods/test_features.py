@@ -442,6 +442,7 @@ def test_depth_is_a_row_of_its_own() -> None:
     paper = StackTok(budget=9).select(vision, projected, query, tau_query=0.2)
     assert method.select(vision, projected, query, tau_query=0.2).order.tolist() != paper.order.tolist()
     assert at_depth(None)[0] == "StackTok, depth infinity"
+    assert at_depth("auto")[1].relevance_depth == "auto"
     with pytest.raises(ValueError, match="depth=1"):
         at_depth(1)
 

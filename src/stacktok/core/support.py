@@ -33,7 +33,10 @@ def strictness(query_affinity: Affinity, parameters: Parameters) -> float:
 
 
 def relevance_depth(parameters: Parameters, rows: int, budget: int) -> int | None:
-    """How many kept tokens of a query row count; "auto" shares half of the budget out between the rows.
+    """How many kept tokens of a query row count; "auto" is a row's even share of the budget, ceil(k / m).
+
+    So that relevance is not served before the budget is spent. Chosen among other rules on the embedded model's dev
+    split (`benchmarks/depth_rule.py`, docs/results.md).
 
     Parameters
     ----------
@@ -45,7 +48,7 @@ def relevance_depth(parameters: Parameters, rows: int, budget: int) -> int | Non
         Tokens to be kept in the end.
     """
     if parameters.relevance_depth == "auto":
-        return max(1, -(-budget // (2 * max(1, rows))))
+        return max(1, -(-budget // max(1, rows)))
     return parameters.relevance_depth
 
 

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from stacktok.core.budget import Budget
+from stacktok.core.parameters import Depth
 from stacktok.methods.stacktok import StackTok
 
 ALPHAS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
@@ -58,18 +59,20 @@ def ablation(name: str, budget: Budget | None = None) -> StackTok:
     return StackTok(budget=budget, **ABLATIONS[name])
 
 
-def at_depth(depth: int | None, budget: Budget | None = None) -> tuple[str, StackTok]:
+def at_depth(depth: Depth, budget: Budget | None = None) -> tuple[str, StackTok]:
     """The row "StackTok, depth r": this package's generalisation, never the paper's method.
 
     Parameters
     ----------
     depth
-        Tokens per query row that count towards relevance, 2 or more; None for all.
+        Tokens per query row that count towards relevance, 2 or more; None for all, "auto" by rule.
     budget
         As in `StackTok`.
     """
     if depth == 1:
-        raise ValueError("depth=1 is the paper's StackTok and has no row of its own; give 2 or more, or None for all")
+        raise ValueError(
+            "depth=1 is the paper's StackTok and has no row of its own; give 2 or more, None for all, or 'auto'"
+        )
     name = f"StackTok, depth {'infinity' if depth is None else depth}"
     return name, StackTok(budget=budget, relevance_depth=depth)
 
