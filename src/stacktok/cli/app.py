@@ -10,6 +10,7 @@ from stacktok.cli.demo import demo
 from stacktok.cli.evaluate import evaluate, report
 from stacktok.cli.methods import methods
 from stacktok.cli.models import models
+from stacktok.cli.serve import serve
 from stacktok.cli.show import show
 from stacktok.cli.view import view
 
@@ -24,6 +25,7 @@ app.command()(ask)
 app.command()(bench)
 app.command()(models)
 app.command()(view)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 app.command()(methods)
 app.command()(show)
 app.command("eval")(evaluate)

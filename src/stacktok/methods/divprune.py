@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from stacktok.core.affinity import row_norms
 from stacktok.core.tokens import EncodedCrop
-from stacktok.kernels.diversity import max_min
 from stacktok.methods.facts import Facts
 from stacktok.methods.pick import Choice, PickMethod
 
@@ -40,6 +39,9 @@ class DivPrune(PickMethod):
 
     def pick(self, crop: EncodedCrop, query: torch.Tensor | None, k: int) -> Choice:
         """The greedy max-min set."""
+        # Compiled kernels load when they run: naming a method must not.
+        from stacktok.kernels.diversity import max_min
+
         return Choice.of(max_min(cosine_distances(crop.projected), crop.eligible, k), crop.n)
 
 

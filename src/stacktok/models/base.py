@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from stacktok.core.attention import received_attention, row_attention
 from stacktok.core.tokens import EncodedImage
 from stacktok.models.query import content_words
 
@@ -47,6 +48,26 @@ class TowerReading:
     scores: list[torch.Tensor]
     keys: list[torch.Tensor]
     has_cls: bool
+
+    def add(self, query: torch.Tensor, key: torch.Tensor, scaling: float, *, by_cls: bool) -> None:
+        """Read one sequence.
+
+        Parameters
+        ----------
+        query, key
+            (H, s, d) and (H_kv, s, d), CLS first where there is one.
+        scaling
+            Factor of the logits.
+        by_cls
+            Score tokens by the attention of CLS, in place of that of all tokens.
+        """
+        first = 1 if self.has_cls else 0
+        if by_cls:
+            scores = row_attention(query[:, :1], key, scaling)[:, 0].sum(0)
+        else:
+            scores = received_attention(query[:, first:], key, scaling)
+        self.scores.append(scores[first:])
+        self.keys.append(key[:, first:].mean(0))
 
 
 class ModelAdapter(ABC):

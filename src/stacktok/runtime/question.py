@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import torch
 
 from stacktok.models.base import ModelAdapter
-from stacktok.models.query import decoded_markers, last_user_turn, processor_markers, without_special_tokens, word_ids
+from stacktok.models.reader import PromptReader
+from stacktok.models.query import word_ids
 from stacktok.runtime.run import PROMPT, FromPrompt, OneQuery
 
 
@@ -33,7 +33,7 @@ class Question:
     key: Hashable
 
 
-class QuestionReader:
+class QuestionReader(PromptReader):
     """Reads questions for one model.
 
     Parameters
@@ -43,31 +43,8 @@ class QuestionReader:
     """
 
     def __init__(self, model: Any, processor: Any, adapter: ModelAdapter) -> None:
-        self.model, self.adapter = model, adapter
-        self.tokenizer: Any = getattr(processor, "tokenizer", None)
-        self.markers = () if self.tokenizer is None else decoded_markers(processor_markers(processor), self.tokenizer)
-        self._warned = False
-
-    def prompt_words(self, ids: Sequence[int]) -> list[str]:
-        """Query words of the last user turn of a prompt, given without placeholders and padding."""
-        text = self.tokenizer.decode(ids, skip_special_tokens=False)
-        turn = last_user_turn(text, self.markers)
-        if turn is None:
-            turn = text
-            if not self._warned:
-                self._warned = True
-                warnings.warn(
-                    "no user turn of a known chat template was found in the prompt, so all of its text is the query; "
-                    "set pruned.query to say what the question is",
-                    stacklevel=2,
-                )
-        return self.adapter.query_words(without_special_tokens(turn, self.tokenizer))
-
-    def has_user_turn(self, ids: Sequence[int]) -> bool:
-        """Whether tokens open a user turn."""
-        if self.tokenizer is None:
-            return False
-        return last_user_turn(self.tokenizer.decode(ids, skip_special_tokens=False), self.markers) is not None
+        super().__init__(processor, adapter, "set pruned.query to say what the question is")
+        self.model = model
 
     def question(self, query: OneQuery | FromPrompt, prompt: Sequence[int] | None, device: torch.device) -> Question:
         """The query of one row.

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from stacktok.core.attention import received_attention, row_attention
 from stacktok.models.base import ModelAdapter, TowerReading
 from stacktok.runtime.tap import Tap
 
@@ -54,14 +53,8 @@ class TowerTap:
         reading: TowerReading | None = getattr(self._local, "reading", None)
         if reading is None:
             return
-        first = 1 if self.has_cls else 0
         for q, k in zip(query, key, strict=True):
-            if self.by_cls:
-                scores = row_attention(q[:, :1], k, scaling)[:, 0].sum(0)
-            else:
-                scores = received_attention(q[:, first:], k, scaling)
-            reading.scores.append(scores[first:])
-            reading.keys.append(k[:, first:].mean(0))
+            reading.add(q, k, scaling, by_cls=self.by_cls)
 
 
 @contextmanager

@@ -1,0 +1,95 @@
+"""Unpruned encoder outputs, kept so that a second question on an image does not run the vision tower again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+
+import torch
+
+from stacktok.core.tokens import EncodedImage
+
+
+class FeatureCache:
+    """The images encoded last, bounded in bytes; the longest unused go first.
+
+    Features are kept in host memory, which vLLM does not count on; on an accelerator they are copied back on a hit.
+
+    Parameters
+    ----------
+    capacity
+        Bytes; 0 keeps nothing.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.bytes = capacity, 0
+        self._images: OrderedDict[Hashable, tuple[EncodedImage, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def get(self, key: Hashable, device: torch.device) -> EncodedImage | None:
+        """The image of a key with its features on a device, or None."""
+        found = self._images.get(key)
+        if found is None:
+            return None
+        self._images.move_to_end(key)
+        return moved(found[0], device)
+
+    def put(self, key: Hashable, image: EncodedImage) -> None:
+        """Keep an image; one that is larger than the cache is not kept."""
+        self._drop(key)
+        size = image_bytes(image)
+        if size > self.capacity:
+            return
+        while self.bytes + size > self.capacity:
+            self._drop(next(iter(self._images)))
+        self._images[key] = (detached(image), size)
+        self.bytes += size
+
+    def _drop(self, key: Hashable) -> None:
+        found = self._images.pop(key, None)
+        if found is not None:
+            self.bytes -= found[1]
+
+
+def image_bytes(image: EncodedImage) -> int:
+    """Bytes of an image's features."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(image))
+
+
+def moved(image: EncodedImage, device: torch.device) -> EncodedImage:
+    """The image with its features on a device."""
+    if all(tensor.device == device for tensor in _tensors(image)):
+        return image
+    return _mapped(image, lambda tensor: tensor.to(device))
+
+
+def detached(image: EncodedImage) -> EncodedImage:
+    """The image in host memory, its features copied out of the batch that they were computed in."""
+    return _mapped(image, lambda tensor: tensor.detach().to("cpu", copy=True))
+
+
+def _tensors(image: EncodedImage) -> list[torch.Tensor]:
+    found = []
+    for crop in image.crops:
+        found.extend([crop.vision, crop.projected])
+        if crop.attention is not None:
+            found.extend([crop.attention.scores, crop.attention.keys])
+            if crop.attention.cls is not None:
+                found.append(crop.attention.cls)
+    return found
+
+
+def _mapped(image: EncodedImage, function: Callable[[torch.Tensor], torch.Tensor]) -> EncodedImage:
+    crops = []
+    for crop in image.crops:
+        attention = crop.attention
+        if attention is not None:
+            cls = None if attention.cls is None else function(attention.cls)
+            attention = replace(attention, scores=function(attention.scores), keys=function(attention.keys), cls=cls)
+        crops.append(
+            replace(crop, vision=function(crop.vision), projected=function(crop.projected), attention=attention)
+        )
+    return replace(image, crops=tuple(crops))

@@ -1,0 +1,203 @@
+"""What a server and a request may set, checked: vLLM is not needed here.
+
+The server's settings travel as ``hf_overrides={"architectures": [...], "stacktok": {...}}``, a request's as
+``mm_processor_kwargs={"stacktok": {...}}``: both are vLLM's own channels, and both reach the processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from stacktok.core.budget import Budget, budget_share
+from stacktok.methods.base import FeatureMethod
+from stacktok.methods.registry import method_class
+
+KEY = "stacktok"
+"""Name of our entry in ``hf_overrides`` and in ``mm_processor_kwargs``."""
+
+CACHE_MEGABYTES = 512
+"""Default size of the cache of unpruned encoder outputs."""
+
+ARCHITECTURES = {
+    "llava": "StackTokLlavaForConditionalGeneration",
+    "llava_next": "StackTokLlavaNextForConditionalGeneration",
+    "qwen2_5_vl": "StackTokQwen2_5_VLForConditionalGeneration",
+}
+"""``config.model_type`` to the architecture that serves it pruned; stock architectures are never replaced."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A server's settings.
+
+    Attributes
+    ----------
+    method
+        The method, with the budget of requests that do not bring their own; None serves them unpruned.
+    cache_bytes
+        Size of the cache of unpruned encoder outputs.
+    own_arguments_only
+        Refuse requests whose ``mm_processor_kwargs`` hold more than our entry.
+    """
+
+    method: FeatureMethod
+    cache_bytes: int = CACHE_MEGABYTES << 20
+    own_arguments_only: bool = False
+
+    @classmethod
+    def read(cls, entry: object) -> Settings:
+        """Settings from the ``stacktok`` entry of the model's config.
+
+        Parameters
+        ----------
+        entry
+            A mapping with any of ``method`` (a name), ``budget``, ``parameters`` (the method's own),
+            ``cache_megabytes`` and ``own_arguments_only``.
+        """
+        known = ("method", "budget", "parameters", "cache_megabytes", "own_arguments_only")
+        given = _mapping(entry, "hf_overrides", known)
+        name = given.get("method", "stacktok")
+        if not isinstance(name, str):
+            raise TypeError(f"method={name!r} is not a name; give one such as 'stacktok'")
+        parameters = _mapping(given.get("parameters", {}), "parameters", None)
+        method = _method(name, given.get("budget"), parameters)
+        megabytes = given.get("cache_megabytes", CACHE_MEGABYTES)
+        if isinstance(megabytes, bool) or not isinstance(megabytes, (int, float)) or not 0 <= megabytes < 1 << 40:
+            raise ValueError(f"cache_megabytes={megabytes!r} is not a size; give a number such as {CACHE_MEGABYTES}")
+        return cls(method, int(megabytes * (1 << 20)), given.get("own_arguments_only", False) is True)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What one request asks for.
+
+    Attributes
+    ----------
+    budget
+        Tokens to keep per image, None for all.
+    query
+        The words that the selector looks for, None for none; only used where ``from_prompt`` is not set.
+    from_prompt
+        The query is the request's own user text.
+    """
+
+    budget: Budget | None
+    query: str | None = None
+    from_prompt: bool = True
+
+    @classmethod
+    def read(cls, entry: object, default: Budget | None) -> Wish:
+        """A request's wish.
+
+        Parameters
+        ----------
+        entry
+            The ``stacktok`` entry of its ``mm_processor_kwargs``, with any of ``budget`` and ``query``; None for none.
+        default
+            The server's budget.
+        """
+        if entry is None:
+            return cls(default)
+        given = _mapping(entry, "mm_processor_kwargs", ("budget", "query"))
+        budget = given.get("budget", default)
+        check_budget(budget)
+        if "query" not in given:
+            return cls(budget)
+        query = given["query"]
+        if not (query is None or isinstance(query, str)):
+            raise TypeError(f"query has type {type(query).__name__}; give a text, or null to select without a question")
+        return cls(budget, query, from_prompt=False)
+
+
+def check_budget(budget: Any) -> None:
+    """Refuse what is no budget, and a budget of nothing: every image of a request needs a placeholder."""
+    if budget is not None and budget_share(budget) == 0:
+        raise ValueError(
+            "budget=0 keeps nothing, and vLLM needs a token per image; give at least 1, or leave the image out"
+        )
+
+
+def engine_arguments(
+    model_type: str,
+    budget: Budget | None,
+    *,
+    method: str = "stacktok",
+    parameters: Mapping[str, Any] | None = None,
+    cache_megabytes: float = CACHE_MEGABYTES,
+    own_arguments_only: bool = False,
+) -> dict[str, Any]:
+    """Arguments that make vLLM serve a model pruned: ``LLM(path, **engine_arguments("llava", 64))``.
+
+    Parameters
+    ----------
+    model_type
+        ``config.model_type`` of the model: a key of `ARCHITECTURES`.
+    budget
+        Tokens to keep per image where a request does not say: a count, a fraction or a percentage; None keeps all.
+    method
+        A method's name, as ``stacktok methods`` lists them.
+    parameters
+        The method's own parameters.
+    cache_megabytes
+        Size of the cache of unpruned encoder outputs.
+    own_arguments_only
+        Refuse requests whose ``mm_processor_kwargs`` hold more than our entry.
+    """
+    if model_type not in ARCHITECTURES:
+        raise ValueError(
+            f"model_type {model_type!r} cannot be served pruned; {', '.join(ARCHITECTURES)} can, "
+            "start vLLM without stacktok for others"
+        )
+    entry: dict[str, Any] = {"method": method, "budget": budget, "cache_megabytes": cache_megabytes}
+    if parameters:
+        entry["parameters"] = dict(parameters)
+    if own_arguments_only:
+        entry["own_arguments_only"] = True
+    Settings.read(entry)
+    return {
+        "hf_overrides": {"architectures": [ARCHITECTURES[model_type]], KEY: entry},
+        "worker_extension_cls": "stacktok.serving.worker.CountersExtension",
+    }
+
+
+def _method(name: str, budget: Any, parameters: Mapping[str, Any]) -> FeatureMethod:
+    """The method of a name, if it can run in front of vLLM's scheduler."""
+    kind = method_class(name)
+    if not issubclass(kind, FeatureMethod):
+        raise ValueError(
+            f"method={name!r} drops tokens inside the language model, where vLLM has already allotted every layer's "
+            "cache blocks by the length of the prompt; use one that selects before it, such as 'stacktok'"
+        )
+    check_budget(budget)
+    known = {field.name for field in fields(kind)} - {"budget"}
+    unknown = set(parameters) - known
+    if unknown:
+        raise ValueError(f"{kind.__name__} has no parameter {sorted(unknown)[0]!r}; it has {', '.join(sorted(known))}")
+    method = kind(budget=budget, **parameters)
+    if method.positions is not None:
+        raise ValueError(
+            f"positions={method.positions!r} cannot be served: vLLM numbers tokens itself, compactly, and keeps the "
+            "original positions for M-RoPE; leave positions out"
+        )
+    for flag in ("share_budget", "keep_newlines"):
+        if getattr(method, flag):
+            raise ValueError(
+                f"{flag}=True cannot be served: how many tokens an image keeps must follow from its size, before it is "
+                f"encoded; leave {flag} out"
+            )
+    if getattr(method, "allocation", None) == "per_crop":
+        raise ValueError("allocation='per_crop' cannot be served, as the budget is the image's; use 'uniform'")
+    return replace(method)
+
+
+def _mapping(entry: object, name: str, known: tuple[str, ...] | None) -> dict[str, Any]:
+    where = KEY if known is not None else name
+    if not isinstance(entry, Mapping):
+        raise TypeError(f"{where}={entry!r} in {name} is not a mapping; give one such as {{'budget': 64}}")
+    if known is not None:
+        for key in entry:
+            if key not in known:
+                raise ValueError(f"{KEY} in {name} has no entry {key!r}; it may have {', '.join(known)}")
+    return dict(entry)

@@ -1,0 +1,101 @@
+"""Requests, what transformers answers to them with this package attached, and what vLLM answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stacktok.methods import method_class
+from stacktok.runtime.run import PROMPT
+from tests.tiny import Tiny, picture
+
+TOKENS = 6
+WIDE, TALL, SQUARE = picture(224, 120, 1), picture(90, 230, 2), picture(200, 200, 3)
+DOG, CATS = "Is there a dog in the picture?", "How many cats are there on the red square?"
+
+
+@dataclass(frozen=True)
+class Request:
+    """A question on some pictures, with what the client sets beyond it."""
+
+    question: str
+    images: tuple[Any, ...] = ()
+    budget: Any = "server"
+    query: Any = PROMPT
+
+    def prompt(self, tiny: Tiny) -> str:
+        return tiny.prompt(self.question, len(self.images))
+
+    def offline(self, tiny: Tiny) -> dict[str, Any]:
+        """What `LLM.generate` takes."""
+        own: dict[str, Any] = {}
+        if self.budget != "server":
+            own["budget"] = self.budget
+        if self.query is not PROMPT:
+            own["query"] = self.query
+        found: dict[str, Any] = {"prompt": self.prompt(tiny)}
+        if self.images:
+            found["multi_modal_data"] = {"image": list(self.images)}
+        if own:
+            found["mm_processor_kwargs"] = {"stacktok": own}
+        return found
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Generated tokens, their log-probabilities, and the length of the prompt that the language model got."""
+
+    tokens: tuple[int, ...]
+    scores: tuple[float, ...]
+    length: int
+
+    def close(self, other: Answer, tolerance: float = 1e-4) -> bool:
+        pairs = zip(self.scores, other.scores, strict=True)
+        same = self.tokens == other.tokens and self.length == other.length
+        return same and all(abs(a - b) <= tolerance for a, b in pairs)
+
+
+def expected(tiny: Tiny, request: Request, budget: Any, method: str = "stacktok", tokens: int = TOKENS) -> Answer:
+    """The answer of this package's transformers path; ``budget`` is the server's."""
+    own = budget if request.budget == "server" else request.budget
+    inputs = tiny.processor(
+        images=list(request.images) or None, text=[request.prompt(tiny)], return_tensors="pt", padding=True
+    )
+    with method_class(method)(budget=own)(tiny.model, tiny.processor) as pruned:
+        pruned.query = request.query
+        out = tiny.model.generate(
+            **inputs, max_new_tokens=tokens, do_sample=False, output_logits=True, return_dict_in_generate=True
+        )
+    length = inputs["input_ids"].shape[1]
+    found = out.sequences[0, length:].tolist()
+    scores = tuple(float(row[0].log_softmax(-1)[token]) for row, token in zip(out.logits, found, strict=True))
+    return Answer(tuple(found), scores, length - pruned.before + pruned.after)
+
+
+def answers(llm: Any, tiny: Tiny, requests: Sequence[Request], tokens: int = TOKENS) -> list[Answer]:
+    """What vLLM answers to requests that it gets in one batch."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, logprobs=0, ignore_eos=True)
+    outputs = llm.generate([request.offline(tiny) for request in requests], sampling, use_tqdm=False)
+    found = []
+    for output in outputs:
+        completion = output.outputs[0]
+        scores = tuple(
+            entry[token].logprob for entry, token in zip(completion.logprobs, completion.token_ids, strict=True)
+        )
+        found.append(Answer(tuple(completion.token_ids), scores, len(output.prompt_token_ids)))
+    return found
+
+
+def embedded_answer(tiny: Tiny, image: Any, question: str, budget: Any, tokens: int) -> str:
+    """The words of the embedded model's answer in transformers."""
+    torch.manual_seed(0)
+    inputs = tiny.processor(images=[image], text=[tiny.prompt(question)], return_tensors="pt")
+    with method_class("stacktok")(budget=budget)(tiny.model, tiny.processor):
+        out = tiny.model.generate(**inputs, max_new_tokens=tokens, do_sample=False)
+    text: str = tiny.processor.tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return text.strip()

@@ -1,0 +1,22 @@
+"""An engine whose method can be changed, so that one start serves the tests of all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stacktok.serving.settings import Settings
+from stacktok.serving.worker import CountersExtension
+
+
+class SwapExtension(CountersExtension):
+    """In the worker."""
+
+    def swap_method(self, entry: dict[str, Any]) -> None:
+        self.model_runner.get_model().pruner.method = Settings.read(entry).method
+
+
+def swap(llm: Any, method: str, budget: Any) -> None:
+    """Another method, in the processor and in the model."""
+    entry = {"method": method, "budget": budget}
+    llm.llm_engine.renderer.get_mm_processor().settings = Settings.read(entry)
+    llm.collective_rpc("swap_method", args=(entry,))

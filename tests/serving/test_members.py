@@ -1,0 +1,53 @@
+"""Further engines: methods that read the vision tower, other processors and language models, and vLLM without us."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from stacktok.view.samples import scene_samples
+from tests.serving.answers import CATS, DOG, SQUARE, TALL, WIDE, Request, answers, expected
+from tests.serving.models import FAMILIES, reference
+from tests.tiny import picture
+
+towers = [pytest.param((name, 9, "visionzip", {}), id=f"{name}-visionzip") for name in FAMILIES]
+
+
+@pytest.mark.parametrize("engine", towers, indirect=True)
+def test_a_method_that_reads_the_vision_tower(engine: Any) -> None:
+    tiny = reference(str(engine.llm_engine.model_config.hf_config.model_type))
+    requests = [Request(DOG, (WIDE, SQUARE)), Request(DOG, (TALL,)), Request(CATS, (SQUARE,), budget=16)]
+    for request, answer in zip(requests, answers(engine, tiny, requests), strict=True):
+        wanted = expected(tiny, request, 9, "visionzip")
+        assert answer.close(wanted), (request, answer, wanted)
+
+
+others = [
+    pytest.param(("llava_padded", 30, "stacktok", {}), id="llava_padded"),
+    pytest.param(("llava_next_mistral", "20%", "stacktok", {}), id="llava_next_mistral"),
+]
+
+
+@pytest.mark.parametrize("engine", others, indirect=True)
+def test_other_processors_and_language_models(engine: Any, request: pytest.FixtureRequest) -> None:
+    name, budget = request.node.callspec.params["engine"][:2]
+    tiny = reference(name)
+    # Of a very wide picture that is padded to a square, fewer than 30 tokens may be kept.
+    asked = [Request(DOG, (picture(300, 40, 5),)), Request(CATS, (WIDE, SQUARE)), Request(CATS, (TALL,), budget=4)]
+    found = answers(engine, tiny, asked)
+    for one, answer in zip(asked, found, strict=True):
+        wanted = expected(tiny, one, budget)
+        assert answer.close(wanted), (one, answer, wanted)
+
+
+@pytest.mark.parametrize("engine", [pytest.param(("embedded", None, None, {}), id="stock")], indirect=True)
+def test_nothing_changes_unless_it_is_asked_for(engine: Any) -> None:
+    tiny = reference("embedded")
+    request = Request("how many cats are there ?", (scene_samples(1)[0].picture,))
+    (answer,) = answers(engine, tiny, [request])
+    assert answer.close(expected(tiny, request, None))
+    assert engine.collective_rpc("stacktok_counters") == [{}]
+    assert engine.llm_engine.model_config.architectures == ["LlavaForConditionalGeneration"]

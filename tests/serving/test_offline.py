@@ -1,0 +1,99 @@
+"""vLLM gives the answers of this package's transformers path, token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.serving.answers import CATS, DOG, SQUARE, TALL, WIDE, Request, answers, expected
+from tests.serving.models import FAMILIES, reference
+from tests.serving.swap import swap
+from tests.tiny import picture
+
+BUDGET = 10
+# Ten tokens at a time: a prompt is prefilled in pieces, and the cut goes through its image.
+CHUNKED = {"max_num_batched_tokens": 10, "max_num_seqs": 8}
+
+plain = [pytest.param((name, BUDGET, "stacktok", {}), id=name) for name in FAMILIES]
+chunked = [pytest.param((name, BUDGET, "stacktok", CHUNKED), id=f"{name}-chunked") for name in FAMILIES]
+either = pytest.mark.parametrize("engine", [*plain, *chunked], indirect=True)
+
+
+def name_of(engine: Any) -> str:
+    return str(engine.llm_engine.model_config.hf_config.model_type)
+
+
+@either
+def test_a_batch_of_all_kinds_of_requests(engine: Any) -> None:
+    tiny = reference(name_of(engine))
+    requests = [
+        Request(DOG, (WIDE,)),
+        Request("What is the answer?"),
+        Request(CATS, (TALL, SQUARE)),
+        Request(CATS, (WIDE,)),
+        Request(DOG, (WIDE,), budget=3),
+        Request(DOG, (SQUARE,), budget="25%"),
+        Request(DOG, (SQUARE,), budget=0.5),
+        Request(DOG, (TALL,), budget=None),
+        Request(DOG, (TALL,), query="the blue field"),
+        Request(DOG, (TALL,), query=None),
+        Request(CATS, (WIDE, TALL, SQUARE), budget=7),
+    ]
+    found = answers(engine, tiny, requests)
+    for request, answer in zip(requests, found, strict=True):
+        wanted = expected(tiny, request, BUDGET)
+        assert answer.close(wanted), (request, answer, wanted)
+
+
+@either
+def test_two_questions_on_one_image_are_never_mixed_up(engine: Any) -> None:
+    tiny = reference(name_of(engine))
+    questions = [Request(DOG, (SQUARE,)), Request(CATS, (SQUARE,))]
+    single = [expected(tiny, request, BUDGET) for request in questions]
+    assert single[0].tokens != single[1].tokens
+    found = answers(engine, tiny, questions * 50)
+    for index, answer in enumerate(found):
+        assert answer.close(single[index % 2]), index
+
+
+@pytest.mark.parametrize("engine", plain, indirect=True)
+def test_a_second_question_does_not_run_the_vision_tower(engine: Any) -> None:
+    tiny, image = reference(name_of(engine)), picture(210, 180, 40)
+    (before,) = engine.collective_rpc("stacktok_counters")
+    answers(engine, tiny, [Request(DOG, (image,))])
+    (first,) = engine.collective_rpc("stacktok_counters")
+    answers(engine, tiny, [Request(CATS, (image,)), Request(DOG, (image,), budget=2)])
+    (second,) = engine.collective_rpc("stacktok_counters")
+    assert first["encoder_runs"] == before["encoder_runs"] + 1
+    assert second["encoder_runs"] == first["encoder_runs"]
+    assert second["encoder_cache_hits"] == first["encoder_cache_hits"] + 2
+    assert second["images"] == before["images"] + 3
+    assert second["tokens_after"] == before["tokens_after"] + BUDGET + BUDGET + 2
+    assert second["tokens_before"] - before["tokens_before"] > 3 * BUDGET
+    assert second["encoder_cache_bytes"] > 0
+
+
+@pytest.mark.parametrize("engine", plain, indirect=True)
+@pytest.mark.parametrize("budget", [0, -1, 1.5, "many", True, [3]])
+def test_nonsense_budgets_are_refused(engine: Any, budget: Any) -> None:
+    tiny = reference(name_of(engine))
+    with pytest.raises((ValueError, TypeError), match="budget"):
+        answers(engine, tiny, [Request(DOG, (SQUARE,), budget=budget)])
+    assert answers(engine, tiny, [Request(DOG, (SQUARE,))])[0].close(expected(tiny, Request(DOG, (SQUARE,)), BUDGET))
+
+
+@pytest.mark.parametrize("engine", plain, indirect=True)
+def test_every_other_method_before_the_language_model(engine: Any) -> None:
+    tiny = reference(name_of(engine))
+    try:
+        for seed, method in enumerate(("mmtok", "divprune", "cdpruner", "random", "uniform", "pool")):
+            swap(engine, method, BUDGET)
+            requests = [Request(DOG, (picture(200, 150, 60 + seed),)), Request(CATS, (WIDE, TALL), budget="30%")]
+            for request, answer in zip(requests, answers(engine, tiny, requests), strict=True):
+                wanted = expected(tiny, request, BUDGET, method)
+                assert answer.close(wanted), (method, request, answer, wanted)
+    finally:
+        swap(engine, "stacktok", BUDGET)

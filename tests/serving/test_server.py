@@ -1,0 +1,145 @@
+"""``stacktok serve`` over HTTP, with the embedded model and an OpenAI client."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from PIL import Image
+
+from stacktok.bench.served import NAME, Server, bytes_url, data_url, messages
+from stacktok.view.samples import scene_samples
+from tests.serving.answers import embedded_answer
+from tests.serving.models import reference
+from tests.serving.soak import FLAT, soak, soaked_server
+
+TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with soaked_server(tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+def ask(server: Server, question: str, *urls: str, **own: Any) -> str:
+    foreign = {name: own.pop(name) for name in ("size",) if name in own}
+    body = {"mm_processor_kwargs": {**foreign, **({"stacktok": own} if own else {})}}
+    reply = server.client().chat.completions.create(
+        model=NAME, messages=messages(question, *urls), temperature=0, max_tokens=TOKENS, extra_body=body
+    )
+    return str(reply.choices[0].message.content).strip()
+
+
+def test_answers_are_those_of_transformers(server: Server) -> None:
+    tiny = reference("embedded")
+    for sample in scene_samples(3):
+        for question in sample.questions[:3]:
+            for budget in (64, 16):
+                found = ask(server, question, data_url(sample.picture), budget=budget)
+                assert found == embedded_answer(tiny, sample.picture, question, budget, TOKENS), (question, budget)
+
+
+def test_a_stream_gives_the_same_words(server: Server) -> None:
+    sample = scene_samples(1)[0]
+    url = data_url(sample.picture)
+    stream = server.client().chat.completions.create(
+        model=NAME,
+        messages=messages(sample.questions[0], url),
+        temperature=0,
+        max_tokens=TOKENS,
+        stream=True,
+    )
+    words = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert words.strip() == ask(server, sample.questions[0], url)
+
+
+def test_the_prompt_is_as_short_as_the_budget_says(server: Server) -> None:
+    sample = scene_samples(1)[0]
+    lengths = {}
+    for budget in (16, "25%", None):
+        reply = server.client().chat.completions.create(
+            model=NAME,
+            messages=messages(sample.questions[0], data_url(sample.picture)),
+            max_tokens=1,
+            extra_body={"mm_processor_kwargs": {"stacktok": {"budget": budget}}},
+        )
+        lengths[budget] = reply.usage.prompt_tokens
+    assert lengths["25%"] - lengths[16] == 144 - 16
+    assert lengths[None] - lengths[16] == 576 - 16
+
+
+def test_counters_stand_beside_those_of_vllm(server: Server) -> None:
+    sample = scene_samples(2)[1]
+    before = server.counters()
+    ask(server, "is there a cat ?", data_url(sample.picture), budget=11)
+    ask(server, "is there a dog ?", data_url(sample.picture), budget=11)
+    after = server.counters()
+    page = server.get("/metrics")
+    assert "vllm:" in page
+    assert "# TYPE stacktok_images_total counter" in page
+    assert after["stacktok_images_total"] - before["stacktok_images_total"] == 2
+    assert after["stacktok_tokens_after_total"] - before["stacktok_tokens_after_total"] == 22
+    assert after["stacktok_tokens_before_total"] - before["stacktok_tokens_before_total"] == 2 * 576
+    assert after["stacktok_encoder_cache_hits_total"] > before["stacktok_encoder_cache_hits_total"]
+    assert after["stacktok_selection_seconds_total"] > before["stacktok_selection_seconds_total"]
+
+
+def _bomb() -> str:
+    """A small file of a picture with too many pixels."""
+    file = io.BytesIO()
+    Image.new("1", (20_000, 20_000)).save(file, "PNG")
+    return bytes_url(file.getvalue())
+
+
+def _picture() -> str:
+    return data_url(scene_samples(1)[0].picture)
+
+
+def _half() -> str:
+    """The first half of a picture's file."""
+    file = io.BytesIO()
+    scene_samples(1)[0].picture.save(file, "PNG")
+    return bytes_url(file.getvalue()[: file.tell() // 2])
+
+
+BAD = {
+    "broken image": ((bytes_url(b"this is no picture"),), {}, "image"),
+    "cut image": ((_half(),), {}, "image"),
+    "image too large": ((_bomb(),), {}, "pixels"),
+    "a hundred images": ((_picture(),) * 100, {}, "16 image"),
+    "budget 0": ((_picture(),), {"budget": 0}, "budget=0"),
+    "negative budget": ((_picture(),), {"budget": -4}, "negative"),
+    "budget of words": ((_picture(),), {"budget": "many"}, "percentage"),
+    "budget above all": ((_picture(),), {"budget": 1.5}, "fraction"),
+    "budget true": ((_picture(),), {"budget": True}, "bool"),
+    "budget list": ((_picture(),), {"budget": [1]}, "budget"),
+    "unknown entry": ((_picture(),), {"budgets": 3}, "budgets"),
+    "query number": ((_picture(),), {"query": 3}, "query"),
+    "the processor's own": ((_picture(),), {"size": {"shortest_edge": 9000}}, "'size'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_request_is_told_why_and_the_server_lives_on(server: Server, name: str) -> None:
+    import openai
+
+    urls, own, reason = BAD[name]
+    with pytest.raises(openai.APIStatusError, match=reason) as refused:
+        ask(server, "is there a cat ?", *urls, **own)
+    assert 400 <= refused.value.status_code < 500
+    assert ask(server, "is there a cat ?", _picture())
+
+
+def test_one_minute_of_many_clients(server: Server) -> None:
+    report = soak(server, 1)
+    print(report)
+    assert not report.errors
+    assert not report.wrong
+    assert report.requests > 100
+    assert report.growth(0.5) < FLAT
