@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from stacktok.models.base import ModelAdapter
-from stacktok.models.reader import PromptReader
 from stacktok.models.query import word_ids
+from stacktok.models.reader import PromptReader
 from stacktok.runtime.run import PROMPT, FromPrompt, OneQuery
 
 

@@ -19,8 +19,8 @@ from vllm.multimodal.processing import PromptReplacement
 
 from stacktok.core.budget import resolve_budget
 from stacktok.models.base import adapter_for
-from stacktok.models.reader import PromptReader
 from stacktok.models.query import word_ids
+from stacktok.models.reader import PromptReader
 from stacktok.serving.fields import ALL, FIELDS, KEEP, PROFILE, pack
 from stacktok.serving.settings import KEY, Settings, Wish
 
