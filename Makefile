@@ -12,7 +12,7 @@ VLLM_STAMP := $(VLLM_VENV)/.ready
 CHROMIUM ?= /usr/bin/chromium
 
 .PHONY: setup setup-eval setup-vllm browser figures demo test test-eval test-vllm soak lint format bench-select \
-	bench-models bench-view bench-serve train-embedded train-embedded-next clean
+	bench-models bench-view bench-serve results train-embedded train-embedded-next clean
 
 setup: $(STAMP)
 
@@ -92,7 +92,16 @@ bench-view: setup browser
 bench-models: setup
 	$(BIN)/stacktok bench llava-1.5-1b --dtype float32 --out out/bench-models
 
-# About an hour and a half on two cores; started again after a kill, it goes on where it was.
+# Every selector on the embedded model, from the result files that are there: what is missing is run.
+results: setup
+	$(BIN)/python benchmarks/compare_selectors.py --model src/stacktok/embedded/llava --split dev --scenes 120 \
+		--positions compact --out docs/results/dev --variants StackTok "StackTok, depth 2" "StackTok, depth 4" \
+		"StackTok, depth 8" "StackTok, depth 16" "StackTok, depth unlimited"
+	$(BIN)/python benchmarks/compare_selectors.py --model src/stacktok/embedded/llava --out docs/results/test
+	$(BIN)/python benchmarks/results_page.py --results docs/results/test --dev docs/results/dev \
+		--words docs/results-words.md --out docs/results.md
+
+# About two hours on two cores; started again after a kill, it goes on where it was.
 train-embedded: setup
 	$(BIN)/python -m training.train --config training/configs/llava.yaml --out runs/llava
 	$(BIN)/python -m training.evaluate --packed --model runs/llava/export --out runs/llava/export/evaluation.json
