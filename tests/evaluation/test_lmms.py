@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("lmms_eval", reason="needs lmms-eval: make test-eval")
 
-from stacktok import StackTok, embedded
+from stacktok import StackTok
 from stacktok.evaluation import lmms, run
 from stacktok.evaluation.answering import Answerer
 from stacktok.evaluation.cells import cells_of
@@ -266,7 +266,6 @@ def test_mme_is_resampled_by_image_and_mmbench_by_question():
     assert len(set(found)) > 3
 
 
-@pytest.mark.skipif(not (embedded.path("llava") / "config.json").is_file(), reason="the embedded weights are not here")
 def test_the_embedded_model_scores_the_same_through_lmms_eval_and_the_own_loop(tmp_path):
     found = []
     for engine in ("lmms-eval", "loop"):

@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 @pytest.fixture(scope="module")
 def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
     """An engine; the parameter is (model, budget, method or None for vLLM without us, further arguments)."""
-    pytest.importorskip("vllm")
+    pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
     from vllm import LLM
 
     from stacktok.serving import engine_arguments

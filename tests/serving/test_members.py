@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from stacktok.view.samples import scene_samples
 from tests.serving.answers import CATS, DOG, SQUARE, TALL, WIDE, Request, answers, expected

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from tests.serving.answers import CATS, DOG, SQUARE, TALL, WIDE, Request, answers, expected
 from tests.serving.models import FAMILIES, reference

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from stacktok.serving.model import grouped
 from stacktok.serving.qwen2_5_vl import digits, places, prompt_positions

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from PIL import Image
 
