@@ -42,7 +42,7 @@ def fingerprint(seeds: range, style: Style) -> str:
     ("style", "expected"),
     [
         (STANDARD, "2f27efbca7d16432be08cfedd21238ef82006a279bb56d3d0230273bc16d935d"),
-        (DETAIL, "0fb6038e53bb496c2a6d03d80c3b5574c75c5f3fc2fc51a151590d7239ca0fc1"),
+        (DETAIL, "48d920a52dbb8410edbd21adb3a2dde9f60150d99277561f05c4d02f08f32e3e"),
     ],
     ids=["standard", "detail"],
 )

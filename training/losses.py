@@ -182,6 +182,9 @@ class Objective:
     def grounding(self, batch: Batch, prompt: Prompt) -> tuple[Tensor, float]:
         """Make half of the first layer's heads look from a question's word at the patches that show it.
 
+        Where there is a base view beside tiles, the first of these heads looks at the base view and the others at the
+        tiles: the one knows where a thing is, the others what it is in detail.
+
         Returns
         -------
         tuple
@@ -192,10 +195,21 @@ class Objective:
         for index, table in enumerate(self.word_in_slot):
             asked = table[batch.ids]
             shown |= (asked[:, :, None] == words[:, None, :, index]) & (asked >= 0)[:, :, None]
-        useful = shown.any(-1)
-        seen = scores[..., -words.shape[1] :].transpose(1, 2)[useful]
-        mass = seen.masked_fill(~shown[useful][:, None], -torch.inf).logsumexp(-1)
-        return -mass.mean(), mass.exp().mean().item()
+        seen = scores[..., -words.shape[1] :]
+        mass = []
+        for head, mine in enumerate(self._views(words.shape[1])):
+            useful = (shown & mine).any(-1)
+            mass.append(seen[:, head][useful].masked_fill(~(shown & mine)[useful], -torch.inf).logsumexp(-1))
+        every = torch.cat(mass)
+        return -every.mean(), every.exp().mean().item()
+
+    def _views(self, length: int) -> list[Tensor]:
+        """Which of the picture's tokens (length) each grounded head is to look at."""
+        everything = torch.ones(length, dtype=torch.bool)
+        if self.model.config.model_type == "llava":
+            return [everything] * self.half
+        base = torch.arange(length) < self.grid**2
+        return [base, *[~base] * (self.half - 1)]
 
     def tally(self, batch: Batch, prompt: Prompt) -> Tensor:
         """Make one more head of the first layer share its attention evenly: a kind's objects and the start token.

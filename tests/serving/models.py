@@ -9,7 +9,7 @@ from typing import Any
 
 import transformers
 
-from stacktok.embedded import path as embedded_path
+from stacktok.embedded import PREFIX, resolve
 from tests.tiny import Tiny, llava, llava_next, qwen
 
 FAMILIES = ("llava", "llava_next", "qwen2_5_vl")
@@ -26,9 +26,9 @@ BUILDERS = {
 
 @functools.cache
 def folder(name: str) -> Path:
-    """A saved model; "embedded" is the one that ships."""
-    if name == "embedded":
-        return embedded_path()
+    """A saved model; "embedded/..." are the ones that ship."""
+    if name.startswith(PREFIX):
+        return Path(resolve(name))
     where = Path(tempfile.mkdtemp(prefix=f"stacktok-{name}-"))
     tiny = BUILDERS[name]()
     tiny.model.save_pretrained(where)

@@ -43,9 +43,24 @@ def test_other_processors_and_language_models(engine: Any, request: pytest.Fixtu
         assert answer.close(wanted), (one, answer, wanted)
 
 
-@pytest.mark.parametrize("engine", [pytest.param(("embedded", None, None, {}), id="stock")], indirect=True)
+@pytest.mark.parametrize(
+    "engine", [pytest.param(("embedded/llava_next", 64, "stacktok", {}), id="embedded_next")], indirect=True
+)
+def test_the_embedded_model_with_tiles(engine: Any) -> None:
+    tiny = reference("embedded/llava_next")
+    asked = [
+        Request(question, (sample.picture,), budget=budget)
+        for sample in scene_samples(2)
+        for question, budget in zip(sample.questions, ("server", 16, None), strict=False)
+    ]
+    assert len(asked) > 3
+    for one, answer in zip(asked, answers(engine, tiny, asked), strict=True):
+        assert answer.close(expected(tiny, one, 64)), one
+
+
+@pytest.mark.parametrize("engine", [pytest.param(("embedded/llava", None, None, {}), id="stock")], indirect=True)
 def test_nothing_changes_unless_it_is_asked_for(engine: Any) -> None:
-    tiny = reference("embedded")
+    tiny = reference("embedded/llava")
     request = Request("how many cats are there ?", (scene_samples(1)[0].picture,))
     (answer,) = answers(engine, tiny, [request])
     assert answer.close(expected(tiny, request, None))

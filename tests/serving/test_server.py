@@ -37,7 +37,7 @@ def ask(server: Server, question: str, *urls: str, **own: Any) -> str:
 
 
 def test_answers_are_those_of_transformers(server: Server) -> None:
-    tiny = reference("embedded")
+    tiny = reference("embedded/llava")
     for sample in scene_samples(3):
         for question in sample.questions[:3]:
             for budget in (64, 16):

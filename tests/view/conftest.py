@@ -33,7 +33,7 @@ FLAGS = (
 @pytest.fixture(scope="session")
 def engine() -> Engine:
     model, processor = load(str(embedded.path()), "float32", "cpu", quiet=True)
-    return Engine(model, processor, name="embedded", samples=scene_samples(3), max_new_tokens=8)
+    return Engine(model, processor, name="embedded/llava", samples=scene_samples(3), max_new_tokens=8)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stacktok.cli.common import load, model_path, open_image, stderr, user_errors
+from stacktok.cli.common import MODEL_HELP, load, model_path, open_image, stderr, user_errors
 from stacktok.core.budget import parse_budget
 from stacktok.models.prompt import prompt_inputs
 
@@ -20,7 +20,7 @@ from stacktok.models.prompt import prompt_inputs
 def ask(
     image: Annotated[Path, typer.Option(help="Picture file.")],
     question: Annotated[str, typer.Option(help="What to ask.")],
-    model: Annotated[str | None, typer.Option(help="Folder or hub name; the embedded model if not given.")] = None,
+    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
     method: Annotated[str, typer.Option(help="How to prune; see `methods`.")] = "stacktok",
     budget: Annotated[str, typer.Option(help="Tokens to keep: 64, 0.2 or 20%.")] = "64",
     compare: Annotated[bool, typer.Option("--compare", help="Also answer with all tokens.")] = False,

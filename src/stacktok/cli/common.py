@@ -11,9 +11,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 
+from stacktok import embedded
+
 if TYPE_CHECKING:
     import torch
 
+DEFAULT_MODEL = "embedded/llava"
+MODEL_HELP = "Folder, hub name, or embedded/llava_next; embedded/llava if not given."
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
@@ -66,13 +70,7 @@ def parse_dtype(name: str) -> torch.dtype | str:
 
 def model_path(model: str | None) -> str:
     """The model that was asked for, or the embedded one."""
-    if model is not None:
-        return model
-    try:
-        embedded = import_module("stacktok.embedded")
-    except ImportError:
-        raise ValueError("no model is embedded in this installation; give --model with a folder or hub name") from None
-    return str(embedded.path("llava"))
+    return embedded.resolve(DEFAULT_MODEL if model is None else model)
 
 
 def load(name: str, dtype: str, device: str, *, quiet: bool) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from stacktok.cli.common import model_path, user_errors
+from stacktok.cli.common import MODEL_HELP, model_path, user_errors
 from stacktok.core.budget import parse_budget
 
 
@@ -16,7 +16,7 @@ def serve(
     context: typer.Context,
     model: Annotated[
         str | None,
-        typer.Argument(help="Folder or hub name, before any flag of vLLM; the embedded model if not given."),
+        typer.Argument(help=f"{MODEL_HELP} Goes before any flag of vLLM."),
     ] = None,
     budget: Annotated[str, typer.Option(help="Tokens to keep per image: 64, 0.2, 20%, or all.")] = "64",
     method: Annotated[str, typer.Option(help="How to prune; see `methods`.")] = "stacktok",

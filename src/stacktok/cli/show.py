@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from stacktok.cli.common import load, model_path, open_image, stderr, user_errors
+from stacktok.cli.common import MODEL_HELP, load, model_path, open_image, stderr, user_errors
 from stacktok.core.budget import parse_budget
 from stacktok.models.prompt import prompt_inputs
 
@@ -18,7 +18,7 @@ def show(
     out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("out/show"),
     method: Annotated[list[str] | None, typer.Option(help="Repeat for several; stacktok if not given.")] = None,
     budget: Annotated[list[str] | None, typer.Option(help="Repeat for several; 64 if not given.")] = None,
-    model: Annotated[str | None, typer.Option(help="Folder or hub name; the embedded model if not given.")] = None,
+    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
     numbered: Annotated[bool, typer.Option("--numbered", help="Write the order of selection.")] = False,
     dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",

@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from stacktok.cli.common import load, model_path, stderr, user_errors
+from stacktok.cli.common import DEFAULT_MODEL, MODEL_HELP, load, model_path, stderr, user_errors
 
 
 def view(
-    model: Annotated[str | None, typer.Option(help="Folder or hub name; the embedded model if not given.")] = None,
+    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
     host: Annotated[str, typer.Option(help="Where to listen; this machine alone by default.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Where to listen; 0 for any free port.")] = 8017,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page.")] = True,
@@ -36,7 +36,7 @@ def view(
         engine = Engine(
             loaded,
             processor,
-            name=model or "embedded",
+            name=model or DEFAULT_MODEL,
             samples=scene_samples(),
             limits=Limits(max_megabytes, max_megapixels),
             max_new_tokens=max_new_tokens,

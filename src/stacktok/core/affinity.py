@@ -52,7 +52,7 @@ def vision_affinity(vision: torch.Tensor, tau: float, norm_epsilon: float, norms
     """
     n = len(vision)
     unit = vision.to(norms.dtype) / _floored(norms, norm_epsilon)[:, None]
-    result = torch.empty((n, n), dtype=unit.dtype, device=unit.device)
+    result = _empty_matrix(n, unit)
     with _full_precision(vision):
         torch.mm(unit, unit.T, out=result)
     tie(result, copies(vision, norms))
@@ -91,13 +91,13 @@ def query_affinity(
     dtype = torch.promote_types(_working_type(query), _working_type(projected))
     query = query.to(dtype)
     unit = query / _floored(row_norms(query, "query"), norm_epsilon)[:, None]
-    # The tall matrix goes first, which spares the product a transposed copy of it (of the small one it is cheap); and
-    # its norms divide the small product in place of the large factor.
-    columns = unit.T.contiguous()
-    # Features of any type go through the same blocks, so that half precision equals its float32 cast to the bit.
+    # The tall matrix goes first, which spares the product a transposed copy of it; and its norms divide the small
+    # product in place of the large factor. Features of any type go through the same blocks, so that half precision
+    # equals its float32 cast to the bit.
+    result = torch.empty((m, n), dtype=dtype, device=projected.device)
     with _full_precision(projected):
-        blocks = [projected[rows].to(dtype) @ columns for rows in _row_blocks(n, projected.shape[1], _CAST)]
-    result = torch.cat(blocks).T.contiguous()
+        for rows in _row_blocks(n, projected.shape[1], _CAST):
+            result[:, rows] = (projected[rows].to(dtype) @ unit.T).T
     tie(result, equal)
     result /= _floored(norms.to(dtype), norm_epsilon)
     if m:
@@ -274,6 +274,17 @@ def _working_type(features: torch.Tensor) -> torch.dtype:
     return torch.float64 if features.dtype == torch.float64 else torch.float32
 
 
+def _empty_matrix(n: int, like: torch.Tensor) -> torch.Tensor:
+    """Room for an (n, n) matrix of the type and on the device of ``like``.
+
+    On the host numpy asks for it: numpy wants large arrays in large pages, torch does not, and a walk that reads a
+    column of thousands of rows would spend its time on looking up small ones.
+    """
+    if like.device.type != "cpu":
+        return torch.empty((n, n), dtype=like.dtype, device=like.device)
+    return torch.from_numpy(np.empty((n, n), dtype=np.float64 if like.dtype == torch.float64 else np.float32))
+
+
 def _full_precision(features: torch.Tensor) -> torch.autocast:
     """Keep a surrounding autocast from computing affinities in half precision."""
     return torch.autocast(features.device.type, enabled=False)
@@ -296,7 +307,7 @@ def _softmax_on_grid(logits: torch.Tensor, tau: float, bits: int) -> None:
     """Replace cosines by their row softmax, rounded to the grid."""
     # The row maximum goes before the division, so that no temperature is too small.
     logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(max(tau, torch.finfo(logits.dtype).tiny))
-    logits.copy_(torch.softmax(logits, dim=-1))
+    torch.softmax(logits, dim=-1, out=logits)
     logits.mul_(2.0**bits).round_().mul_(2.0**-bits)
 
 

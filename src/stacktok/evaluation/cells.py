@@ -18,13 +18,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from stacktok import embedded
 from stacktok.core.budget import Budget
 from stacktok.evaluation.plan import FULL, SCENES, MethodPart, ModelPart, Plan, TaskPart
 from stacktok.methods.base import Method
 from stacktok.methods.registry import method_class
 
 FORMAT = 1
-EMBEDDED = "embedded/"
 _EDGE = 1 << 20
 
 
@@ -136,23 +136,14 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def checkpoint_path(pretrained: str) -> str:
-    """What ``from_pretrained`` is given: a folder, or a hub name as it is."""
-    if pretrained.startswith(EMBEDDED):
-        from stacktok import embedded
-
-        return str(embedded.path(pretrained.removeprefix(EMBEDDED)))
-    return pretrained
-
-
 def fingerprint(pretrained: str) -> str | None:
     """Digest of a local checkpoint, so that new weights in an old folder are another setting; None for a hub name.
 
     Of a large file its size and its first and last megabyte count.
     """
-    path = Path(checkpoint_path(pretrained))
+    path = Path(embedded.resolve(pretrained))
     if not path.is_dir():
-        if path.is_absolute() or pretrained.startswith((".", "~", EMBEDDED)) or pretrained.count("/") > 1:
+        if path.is_absolute() or pretrained.startswith((".", "~", embedded.PREFIX)) or pretrained.count("/") > 1:
             raise ValueError(f"pretrained {pretrained!r} is not a folder; give a checkpoint's folder or a hub name")
         return None
     if not (path / "config.json").is_file():

@@ -14,9 +14,10 @@ from lmms_eval.api.instance import GenerationResult, Instance, TokenCounts
 from lmms_eval.api.model import lmms
 from lmms_eval.protocol import ChatMessages
 
+from stacktok import embedded
 from stacktok.core.budget import parse_budget
 from stacktok.evaluation.answering import Answerer, Prompt
-from stacktok.evaluation.cells import build_method, checkpoint_path
+from stacktok.evaluation.cells import build_method
 from stacktok.evaluation.plan import MethodPart
 from stacktok.methods.base import Method
 
@@ -72,7 +73,7 @@ class StackTokModel(lmms):  # type: ignore[misc]
             raise ValueError(f"method=none knows no parameter {next(iter(settings))!r}; leave it out")
         self._rank, self._world_size = start_processes(device)
         self._device = torch.device(own_device(device))
-        self.answerer = Answerer(checkpoint_path(pretrained), dtype=dtype, device=str(self._device))
+        self.answerer = Answerer(embedded.resolve(pretrained), dtype=dtype, device=str(self._device))
         self.use(chosen, int(batch_size), log)
 
     @classmethod

@@ -16,7 +16,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from stacktok.evaluation.cells import Cell, Results, cells_of, checkpoint_path, installed_version
+from stacktok import embedded
+from stacktok.evaluation.cells import Cell, Results, cells_of, installed_version
 from stacktok.evaluation.plan import Plan, parse_plan
 
 WORKER = "stacktok.evaluation.worker"
@@ -167,7 +168,7 @@ class LocalRunner:
 
             # The old model goes before the new one comes.
             self._loaded = None
-            path, device = checkpoint_path(settings["pretrained"]), self.device
+            path, device = embedded.resolve(settings["pretrained"]), self.device
             if "LOCAL_RANK" in os.environ:
                 from stacktok.evaluation.lmms_model import own_device
 

@@ -27,7 +27,7 @@ _BY_RELEVANCE, _BY_COVERAGE, _BY_SUM, _BY_INDEX = range(len(CRITERIA))
 _UNLIMITED = 0
 
 # Entries whose update takes much longer than to hand it to other threads.
-_WORTH_SPLITTING = 1 << 22
+_WORTH_SPLITTING = 1 << 20
 
 _log = logging.getLogger("stacktok")
 _said_why = threading.Event()
@@ -300,18 +300,24 @@ def _refine(av, aq, kept, eligible, depth, target, epsilon, passes):  # type: ig
 def _column_sums(affinity: Affinity) -> Floats:
     sums = np.zeros(affinity.shape[1])
     if affinity.size >= _WORTH_SPLITTING:
-        _over_columns(_add_columns, affinity, sums)
+        with _helpers() as pool:
+            _over_columns(pool, _add_columns, affinity, sums)
     else:
         _add_columns(affinity, sums, 0, len(sums))
     return sums
 
 
-def _over_columns(function: Callable[..., Any], affinity: Affinity, *arguments: Any) -> None:
+def _helpers() -> ThreadPoolExecutor:
+    """Threads beside the calling one; none is started before it has something to do."""
+    return ThreadPoolExecutor(max(1, torch.get_num_threads() - 1))
+
+
+def _over_columns(pool: ThreadPoolExecutor, function: Callable[..., Any], affinity: Affinity, *arguments: Any) -> None:
     """Run a function on ranges of the columns beside each other, one range per core."""
     workers = torch.get_num_threads()
     ends = np.linspace(0, affinity.shape[1], workers + 1).astype(int).tolist()
-    with ThreadPoolExecutor(workers) as pool:
-        parts = [pool.submit(function, affinity, *arguments, *ends[w : w + 2]) for w in range(workers)]
+    parts = [pool.submit(function, affinity, *arguments, *ends[w : w + 2]) for w in range(1, workers)]
+    function(affinity, *arguments, *ends[:2])
     for part in parts:
         part.result()
 
@@ -359,14 +365,17 @@ class CpuWalk:
         if length <= self.length:
             return
         record = (self.order, self.criterion, self.bound, self.relevance_sums, self.coverage_sums)
-        while True:
-            self.length = _extend(*self._fixed, targets, self.length, length, *record, *self._state)
-            if self.length == length:
-                return
-            _, raised, synced, stale, stale_count, coverage_gains = self._state[:6]
-            _over_columns(_lower_gains, self._fixed[0], stale, int(stale_count[0]), synced, raised, coverage_gains)
-            synced[:] = raised
-            stale_count[0] = 0
+        self.length = _extend(*self._fixed, targets, self.length, length, *record, *self._state)
+        if self.length == length:
+            return
+        affinity = self._fixed[0]
+        _, raised, synced, stale, stale_count, coverage_gains = self._state[:6]
+        with _helpers() as pool:
+            while self.length < length:
+                _over_columns(pool, _lower_gains, affinity, stale, int(stale_count[0]), synced, raised, coverage_gains)
+                synced[:] = raised
+                stale_count[0] = 0
+                self.length = _extend(*self._fixed, targets, self.length, length, *record, *self._state)
 
 
 class CpuBackend:

@@ -101,12 +101,8 @@ class Style:
 STANDARD: Final = Style()
 """Scenes for one 336-pixel view."""
 
-DETAIL: Final = Style(
-    thing_edge=(34, 84),
-    sign_chances=(0.0, 0.4, 0.6),
-    sign_edge=(56, 42),
-)
-"""Scenes with small signs and pictures, legible at full resolution only: at half size a digit is ten pixels wide."""
+DETAIL: Final = Style(thing_edge=(34, 84), sign_chances=(0.0, 0.4, 0.6))
+"""Scenes with small pictures and always a sign: in a base view of half size a letter is seven pixels wide."""
 
 
 def make_scene(seed: int, style: Style = STANDARD) -> Scene:

@@ -10,6 +10,7 @@ from xml.sax.saxutils import escape
 
 from stacktok.core.record import CropSelection, Selection
 from stacktok.core.tokens import EncodedCrop
+from stacktok.embedded import PREFIX
 from stacktok.figures.kept import COVERAGE, MERGED, OTHER, RELEVANCE, outline
 from stacktok.methods.base import Method
 from stacktok.view.engine import Engine
@@ -52,7 +53,7 @@ def python_lines(engine: Engine, name: str, question: str, method: str, budget: 
         method_import = "from stacktok import StackTok"
     else:
         method_import = f"from {kind.__module__} import {kind.__name__}"
-    embedded = engine.name == "embedded"
+    embedded = engine.name.startswith(PREFIX)
     imports = [
         "from PIL import Image" if sample is None or not sample.source else "",
         "from transformers import AutoModelForImageTextToText, AutoProcessor",
@@ -62,7 +63,7 @@ def python_lines(engine: Engine, name: str, question: str, method: str, budget: 
         sample.imports if sample is not None else "",
     ]
     picture = sample.source if sample is not None and sample.source else 'Image.open("picture.png").convert("RGB")'
-    where = "embedded.path()" if embedded else repr(engine.name)
+    where = f"embedded.path({engine.name.removeprefix(PREFIX)!r})" if embedded else repr(engine.name)
     return "\n".join(
         [
             *(line for at, line in enumerate(imports) if line or at == 2),
