@@ -98,8 +98,13 @@ results: setup
 		--positions compact --out docs/results/dev --variants StackTok "StackTok, depth 2" "StackTok, depth 4" \
 		"StackTok, depth 8" "StackTok, depth 16" "StackTok, depth unlimited"
 	$(BIN)/python benchmarks/compare_selectors.py --model src/stacktok/embedded/llava --out docs/results/test
+	$(BIN)/python benchmarks/compare_selectors.py --model src/stacktok/embedded/llava_next --style detail \
+		--out docs/results/next --variants random "uniform grid" "average pooling" VisionZip DivPrune CDPruner MMTok \
+		StackTok "StackTok, depth 2" "StackTok, depth 4" "StackTok, depth 8" "StackTok, depth 16" \
+		"StackTok, depth unlimited" "StackTok, depth auto" "base view alone" "uniform quotas" \
+		"initial-h-proportional quotas"
 	$(BIN)/python benchmarks/results_page.py --results docs/results/test --dev docs/results/dev \
-		--words docs/results-words.md --out docs/results.md
+		--next docs/results/next --words docs/results-words.md --out docs/results.md
 
 # About two hours on two cores; started again after a kill, it goes on where it was.
 train-embedded: setup
@@ -107,6 +112,7 @@ train-embedded: setup
 	$(BIN)/python -m training.evaluate --packed --model runs/llava/export --out runs/llava/export/evaluation.json
 	$(BIN)/python -m training.card --run runs/llava --config training/configs/llava.yaml
 
+# About twenty minutes on two cores.
 train-embedded-next: setup
 	$(BIN)/python -m training.train --config training/configs/llava_next.yaml --out runs/llava_next
 	$(BIN)/python -m training.evaluate --packed --style detail --model runs/llava_next/export --out runs/llava_next/export/evaluation.json

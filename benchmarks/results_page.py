@@ -136,6 +136,7 @@ def main() -> None:
         "full accuracy": f"{100 * full.mean():.1f} %",
         "accuracy 64": accuracies(results, [*main_names, *generalised], 64, "compact"),
         "accuracy 16": accuracies(results, [*main_names, *generalised], 16, "compact"),
+        "depth accuracy 8": accuracies(results, ["MMTok", "StackTok", *generalised], 8, "compact"),
     }
     for positions in ("compact", "kept"):
         filled[f"main {positions}"] = retentions(results, main_names, positions)
@@ -155,9 +156,12 @@ def main() -> None:
         crops = Results.load(arguments.next)
         names = [*MAIN, *CROPS, *generalised]
         filled["next questions"] = str(len(crops.items))
+        filled["next full accuracy"] = f"{100 * crops.cells[FULL].mean():.1f} %"
         filled["next main"] = retentions(crops, names, "compact")
-        filled["next minus stacktok"] = differences(crops, [*MAIN, *CROPS, *generalised], "StackTok", "compact")
-        filled["next accuracy"] = accuracies(crops, names, BUDGETS[3], "compact")
+        for baseline in ("MMTok", "StackTok"):
+            filled[f"next minus {baseline.lower()}"] = differences(crops, names, baseline, "compact")
+        for k in (64, 16):
+            filled[f"next accuracy {k}"] = accuracies(crops, names, k, "compact")
     text = arguments.words.read_text()
     for name, value in filled.items():
         text = text.replace("{{" + name + "}}", value)

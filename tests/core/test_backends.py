@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stacktok
-from stacktok.kernels import Rule, cpu
+from stacktok.kernels import Rule, compiled, cpu
 from tests.core.cases import affinities, focused, problems, tied
 
 
@@ -76,17 +76,17 @@ def test_an_update_that_is_split_over_cores_changes_nothing(monkeypatch):
         for backend in ("reference", "cpu")
     ]
     assert runs[0] == runs[1]
-    extend, over_columns, splits = cpu._extend, cpu._over_columns, []
+    extend, over_ranges, splits = cpu._extend, cpu.over_ranges, []
 
     def one_step(*arguments):
         return extend(*arguments[:7], arguments[6] + 1, *arguments[8:])
 
-    def counted(function, *arguments):
-        splits.append(function)
-        over_columns(function, *arguments)
+    def counted(*arguments):
+        splits.append(arguments)
+        over_ranges(*arguments)
 
     monkeypatch.setattr(cpu, "_extend", one_step)
-    monkeypatch.setattr(cpu, "_over_columns", counted)
+    monkeypatch.setattr(cpu, "over_ranges", counted)
     assert stacktok.select_from_affinities(a_qv, a_vv, 80, strictness=0.95) == expected
     assert len(splits) == 2 * 79
 
@@ -112,12 +112,12 @@ def test_the_first_call_that_compiles_says_why_once(caplog, monkeypatch):
             self.stats = SimpleNamespace(cache_misses={"signature": misses})
 
         def __call__(self):
-            cpu._said_why.wait(5 if self.stats.cache_misses["signature"] else 0.05)
+            compiled._said_why.wait(5 if self.stats.cache_misses["signature"] else 0.05)
 
-    monkeypatch.setattr(cpu._Kernel, "patience", 0.0)
-    monkeypatch.setattr(cpu, "_said_why", threading.Event())
+    monkeypatch.setattr(compiled.Kernel, "patience", 0.0)
+    monkeypatch.setattr(compiled, "_said_why", threading.Event())
     for misses, expected in ((0, 0), (1, 1), (1, 1)):
-        kernel = cpu._Kernel(lambda: None)
+        kernel = compiled.Kernel(lambda: None)
         kernel._function = Slow(misses)
         kernel()
         kernel()
@@ -127,15 +127,15 @@ def test_the_first_call_that_compiles_says_why_once(caplog, monkeypatch):
 
 def test_compiled_code_without_a_place_to_keep_it(monkeypatch, caplog):
     """A read-only installation compiles in every process, and says so once."""
-    compile_now = cpu.numba.njit
+    compile_now = compiled.numba.njit
 
     def no_place(**options):
         if options.get("cache"):
             raise RuntimeError("cannot cache function: no locator available")
         return compile_now(**options)
 
-    monkeypatch.setattr(cpu.numba, "njit", no_place)
-    monkeypatch.setattr(cpu, "_said_uncached", threading.Event())
-    assert cpu._compiled(lambda: 3)() == 3
-    assert cpu._compiled(lambda: 4)() == 4
+    monkeypatch.setattr(compiled.numba, "njit", no_place)
+    monkeypatch.setattr(compiled, "_said_uncached", threading.Event())
+    assert compiled.compiled(lambda: 3)() == 3
+    assert compiled.compiled(lambda: 4)() == 4
     assert [record.getMessage()[:22] for record in caplog.records] == ["no folder can be writt"]

@@ -87,22 +87,41 @@ def query_affinity(
     equal
         Its copies, from `copies`.
     """
-    m, n = len(query), len(projected)
+    m = len(query)
     dtype = torch.promote_types(_working_type(query), _working_type(projected))
-    query = query.to(dtype)
-    unit = query / _floored(row_norms(query, "query"), norm_epsilon)[:, None]
-    # The tall matrix goes first, which spares the product a transposed copy of it; and its norms divide the small
-    # product in place of the large factor. Features of any type go through the same blocks, so that half precision
-    # equals its float32 cast to the bit.
-    result = torch.empty((m, n), dtype=dtype, device=projected.device)
-    with _full_precision(projected):
-        for rows in _row_blocks(n, projected.shape[1], _CAST):
-            result[:, rows] = (projected[rows].to(dtype) @ unit.T).T
+    result = _products(projected, _unit_rows(query.to(dtype), norm_epsilon))
     tie(result, equal)
     result /= _floored(norms.to(dtype), norm_epsilon)
     if m:
         _softmax_on_grid(result, tau, grid_bits(m))
     return _on_host(result)
+
+
+def _unit_rows(query: torch.Tensor, norm_epsilon: float) -> torch.Tensor:
+    """The query's rows at length one."""
+    if query.device.type != "cpu":
+        return query / _floored(row_norms(query, "query"), norm_epsilon)[:, None]
+    # By numpy, which does it in one thread: torch would wake OpenMP's for it (see `stacktok.kernels.products`).
+    rows = query.numpy()
+    with np.errstate(over="ignore", invalid="ignore"):
+        norms = torch.from_numpy(np.sqrt(np.square(rows).sum(axis=1)))
+    _check_norms(norms, query, "query")
+    return torch.from_numpy(rows / _floored(norms, norm_epsilon).numpy()[:, None])
+
+
+def _products(projected: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
+    """Products of a query's rows with all tokens, (m, n); the tokens' norms are not yet divided by.
+
+    Features of any type go through the same blocks, so that half precision equals its float32 cast to the bit.
+    """
+    blocks = _row_blocks(len(projected), projected.shape[1], _CAST)
+    if projected.device.type == "cpu":
+        from stacktok.kernels.products import products
+
+        parts = [products(projected[rows].to(unit.dtype).contiguous().numpy(), unit.numpy()) for rows in blocks]
+        return torch.from_numpy(parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1))
+    with _full_precision(projected):
+        return torch.cat([unit @ projected[rows].to(unit.dtype).T for rows in blocks], dim=1)
 
 
 def row_norms(features: torch.Tensor, name: str) -> torch.Tensor:
@@ -113,12 +132,16 @@ def row_norms(features: torch.Tensor, name: str) -> torch.Tensor:
     norms = torch.empty(len(features), dtype=_working_type(features), device=features.device)
     for rows in _row_blocks(len(features), features.shape[1], _CAST):
         norms[rows] = torch.linalg.vector_norm(features[rows].to(norms.dtype), dim=1)
+    _check_norms(norms, features, name)
+    return norms
+
+
+def _check_norms(norms: torch.Tensor, features: torch.Tensor, name: str) -> None:
     if not bool(torch.isfinite(norms).all()):
         row = int((~torch.isfinite(norms)).nonzero()[0])
         if bool(torch.isfinite(features[row].to(norms.dtype)).all()):
             raise ValueError(f"{name}[{row}] is finite but its norm overflows {norms.dtype}; scale the features down")
         raise ValueError(f"{name}[{row}] holds NaN or infinity; give finite features")
-    return norms
 
 
 def copies(features: torch.Tensor, norms: torch.Tensor) -> Copies | None:

@@ -70,7 +70,9 @@ class PreparedCrops:
         """Select tokens over all crops for a question; see `PreparedImage.select`."""
         parameters = question_parameters(self.parameters, dict(settings))
         total = _total(budget, [crop.support for crop in self.crops])
-        return allocate([crop.trajectory(query, total, parameters) for crop in self.crops], total, parameters)
+        with _threads(len(self.crops)) as pool:
+            walks = list(pool.map(lambda crop: crop.trajectory(query, total, parameters), self.crops))
+            return allocate(walks, total, parameters, pool)
 
 
 def prepare_crops(crops: Sequence[Crop], **settings: Unpack[Settings]) -> PreparedCrops:
@@ -125,7 +127,12 @@ def select_crops_from_affinities(
     if len(rows) > 1:
         raise ValueError(f"the crops' query affinities have {sorted(rows)} rows; one query serves all crops")
     total = _total(budget, [support for support, _ in units])
-    return allocate([Trajectory(*unit, parameters, total) for unit in units], total, parameters)
+    with _threads(len(units)) as pool:
+        return allocate([Trajectory(*unit, parameters, total) for unit in units], total, parameters, pool)
+
+
+def _threads(crops: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(crops, torch.get_num_threads()))
 
 
 def _total(budget: Budget, units: Sequence[Support]) -> int:
@@ -133,15 +140,16 @@ def _total(budget: Budget, units: Sequence[Support]) -> int:
     return resolve_budget(budget, sum(unit.n for unit in units), sum(unit.capacity for unit in units))
 
 
-def allocate(crops: Sequence[Trajectory], total: int, parameters: Parameters) -> CropSelection:
+def allocate(
+    crops: Sequence[Trajectory], total: int, parameters: Parameters, pool: ThreadPoolExecutor
+) -> CropSelection:
     """Spend a budget over crops, Eqs. (crop-nominee) and (global), and refine each crop by itself."""
     horizons = [min(total, crop.support.capacity) for crop in crops]
     limits = horizons if parameters.allocation == "shared" else _quotas(crops, total, horizons, parameters)
 
     # Every crop walks to an equal share at once, beside the others; the merge then asks for what it needs beyond.
     ahead = [min(horizon, total // len(crops)) for horizon in horizons]
-    with ThreadPoolExecutor(min(len(crops), torch.get_num_threads())) as pool:
-        list(pool.map(Trajectory.advance, crops, ahead, horizons))
+    list(pool.map(Trajectory.advance, crops, ahead, horizons))
     gains: list[list[float]] = [[] for _ in crops]
 
     def nominee_gain(c: int, t: int) -> float:

@@ -8,19 +8,12 @@ Updates of millions of entries, which only images of thousands of tokens have, a
 
 from __future__ import annotations
 
-import logging
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-
-import numba
 import numpy as np
-import torch
 
 from stacktok.core.affinity import Affinity
 from stacktok.core.inputs import Mask
 from stacktok.kernels import CRITERIA, Floats, Ints, Rule
+from stacktok.kernels.compiled import Kernel, compiled, helpers, over_ranges
 
 _GATED, _RELEVANCE, _COVERAGE, _SCALARIZED = (int(rule) for rule in Rule)
 _BY_RELEVANCE, _BY_COVERAGE, _BY_SUM, _BY_INDEX = range(len(CRITERIA))
@@ -29,51 +22,8 @@ _UNLIMITED = 0
 # Entries whose update takes much longer than to hand it to other threads.
 _WORTH_SPLITTING = 1 << 20
 
-_log = logging.getLogger("stacktok")
-_said_why = threading.Event()
-_said_uncached = threading.Event()
 
-
-def _compiled(function: Callable[..., Any]) -> Any:
-    """Compile, with the result kept on disk where there is a place for it."""
-    try:
-        return numba.njit(nogil=True, cache=True)(function)
-    except RuntimeError:
-        if not _said_uncached.is_set():
-            _said_uncached.set()
-            _log.warning("no folder can be written to keep compiled code in; every process compiles the selector anew")
-        return numba.njit(nogil=True)(function)
-
-
-class _Kernel:
-    """A compiled function whose first call, if it takes noticeably long, says why; one such word per process."""
-
-    patience = 0.5
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = _compiled(function)
-        self._warm = False
-
-    def __call__(self, *arguments: Any) -> Any:
-        if self._warm:
-            return self._function(*arguments)
-        notice = threading.Timer(self.patience, self._say_why)
-        notice.daemon = True
-        notice.start()
-        try:
-            return self._function(*arguments)
-        finally:
-            notice.cancel()
-            self._warm = True
-
-    def _say_why(self) -> None:
-        # What was found on disk is not compiled, however slowly a busy machine loads it.
-        if not _said_why.is_set() and sum(self._function.stats.cache_misses.values()):
-            _log.warning("compiling the selector for this machine; this happens once, later runs load it from disk")
-            _said_why.set()
-
-
-@_Kernel
+@Kernel
 def _add_columns(a, sums, first, last):  # type: ignore[no-untyped-def]
     part = sums[first:last]
     for i in range(a.shape[0]):
@@ -82,7 +32,7 @@ def _add_columns(a, sums, first, last):  # type: ignore[no-untyped-def]
             part[j] += np.float64(row[j])
 
 
-@_compiled
+@compiled
 def _lower_gains(a, rows, count, old, new, gains, first, last):  # type: ignore[no-untyped-def]
     """Gains after thresholds of ``count`` rows rose from old to new: [a - old]_+ - [a - new]_+ is lost per row."""
     part = gains[first:last]
@@ -106,7 +56,7 @@ def _lower_gains(a, rows, count, old, new, gains, first, last):  # type: ignore[
             part[j] -= min(max(np.float64(row[j]), o), w) - o
 
 
-@_compiled
+@compiled
 def _best(gains):  # type: ignore[no-untyped-def]
     """Lowest index of the largest gain; tokens out of play hold minus infinity."""
     best, token = -np.inf, -1
@@ -117,7 +67,7 @@ def _best(gains):  # type: ignore[no-untyped-def]
     return token, best
 
 
-@_Kernel
+@Kernel
 def _extend(  # type: ignore[no-untyped-def]
     av, aq, rule, depth, alpha, targets, start, stop, order, criterion, bound, relevance_sums, coverage_sums,
     candidates, raised, synced, stale, stale_count, coverage_gains, relevance_gains, largest, threshold, lowered,
@@ -196,7 +146,7 @@ def _extend(  # type: ignore[no-untyped-def]
     return stop
 
 
-@_compiled
+@compiled
 def _top(a, kept, count):  # type: ignore[no-untyped-def]
     """The ``count`` largest entries of every row over the kept tokens, in falling order, padded with zeros."""
     top = np.zeros((a.shape[0], count))
@@ -212,7 +162,7 @@ def _top(a, kept, count):  # type: ignore[no-untyped-def]
     return top
 
 
-@_compiled
+@compiled
 def _gains_over(a, threshold):  # type: ignore[no-untyped-def]
     gains = np.zeros(a.shape[1])
     for i in range(a.shape[0]):
@@ -221,7 +171,7 @@ def _gains_over(a, threshold):  # type: ignore[no-untyped-def]
     return gains
 
 
-@_Kernel
+@Kernel
 def _refine(av, aq, kept, eligible, depth, target, epsilon, passes):  # type: ignore[no-untyped-def]
     """One-exchange passes with top-two deletions (top r + 1 for relevance of depth r); see `Backend.refine`."""
     n, m = av.shape[0], aq.shape[0]
@@ -300,26 +250,11 @@ def _refine(av, aq, kept, eligible, depth, target, epsilon, passes):  # type: ig
 def _column_sums(affinity: Affinity) -> Floats:
     sums = np.zeros(affinity.shape[1])
     if affinity.size >= _WORTH_SPLITTING:
-        with _helpers() as pool:
-            _over_columns(pool, _add_columns, affinity, sums)
+        with helpers() as pool:
+            over_ranges(pool, len(sums), _add_columns, affinity, sums)
     else:
         _add_columns(affinity, sums, 0, len(sums))
     return sums
-
-
-def _helpers() -> ThreadPoolExecutor:
-    """Threads beside the calling one; none is started before it has something to do."""
-    return ThreadPoolExecutor(max(1, torch.get_num_threads() - 1))
-
-
-def _over_columns(pool: ThreadPoolExecutor, function: Callable[..., Any], affinity: Affinity, *arguments: Any) -> None:
-    """Run a function on ranges of the columns beside each other, one range per core."""
-    workers = torch.get_num_threads()
-    ends = np.linspace(0, affinity.shape[1], workers + 1).astype(int).tolist()
-    parts = [pool.submit(function, affinity, *arguments, *ends[w : w + 2]) for w in range(1, workers)]
-    function(affinity, *arguments, *ends[:2])
-    for part in parts:
-        part.result()
 
 
 class CpuWalk:
@@ -368,11 +303,12 @@ class CpuWalk:
         self.length = _extend(*self._fixed, targets, self.length, length, *record, *self._state)
         if self.length == length:
             return
-        affinity = self._fixed[0]
+        affinity, n = self._fixed[0], len(self._fixed[0])
         _, raised, synced, stale, stale_count, coverage_gains = self._state[:6]
-        with _helpers() as pool:
+        with helpers() as pool:
             while self.length < length:
-                _over_columns(pool, _lower_gains, affinity, stale, int(stale_count[0]), synced, raised, coverage_gains)
+                count = int(stale_count[0])
+                over_ranges(pool, n, _lower_gains, affinity, stale, count, synced, raised, coverage_gains)
                 synced[:] = raised
                 stale_count[0] = 0
                 self.length = _extend(*self._fixed, targets, self.length, length, *record, *self._state)

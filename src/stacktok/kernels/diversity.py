@@ -7,10 +7,10 @@ from numpy.typing import NDArray
 
 from stacktok.core.inputs import Mask
 from stacktok.kernels import Ints
-from stacktok.kernels.cpu import _Kernel
+from stacktok.kernels.compiled import Kernel
 
 
-@_Kernel
+@Kernel
 def _max_min(distance, candidates, order):  # type: ignore[no-untyped-def]
     n = distance.shape[0]
     nearest = np.full(n, np.inf, dtype=distance.dtype)
