@@ -123,7 +123,8 @@ def measure(server: Server, budget: Any, concurrency: int, urls: list[str], toke
     for thread in threads:
         thread.join()
     if len(found) != len(urls):
-        raise RuntimeError(f"{len(urls) - len(found)} of {len(urls)} requests failed; see {server.log}")
+        said = server.log.read_text()[-6000:]
+        raise RuntimeError(f"{len(urls) - len(found)} of {len(urls)} requests failed; the server said:\n{said}")
     return time.perf_counter() - begin, found
 
 
