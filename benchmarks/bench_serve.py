@@ -135,6 +135,8 @@ def run(name: str, arguments: argparse.Namespace, folder: Path) -> list[Row]:
     else:
         where, budgets = preset_folder(name, folder / name), (None, *PRESETS[name].budgets)
         more = ("--load-format", "dummy")
+    if arguments.budgets:
+        budgets = (None, *arguments.budgets)
     flags = ("--dtype", arguments.dtype, "--max-model-len", "2048", "--max-num-seqs", "32", "--enforce-eager")
     rows, seed = [], 0
     with serving(where, folder / f"{name}.log", "--cache-megabytes", "0", *flags, *more, seconds=1800) as server:
@@ -173,6 +175,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["embedded", "llava-1.5-1b"])
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--budgets", nargs="+", type=int, help="other budgets than each model's own")
     parser.add_argument("--requests", type=int, default=8, help="requests per row, at least the concurrency")
     parser.add_argument("--tokens", type=int, default=8, help="length of an answer")
     parser.add_argument("--dtype", default="float32")
