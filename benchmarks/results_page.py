@@ -162,6 +162,7 @@ def main() -> None:
             filled[f"next minus {baseline.lower()}"] = differences(crops, names, baseline, "compact")
         for k in (64, 16):
             filled[f"next accuracy {k}"] = accuracies(crops, names, k, "compact")
+            filled[f"next gate {k}"] = gate(crops, k)
     text = arguments.words.read_text()
     for name, value in filled.items():
         text = text.replace("{{" + name + "}}", value)
