@@ -139,7 +139,10 @@ def run(name: str, arguments: argparse.Namespace, folder: Path) -> list[Row]:
         budgets = (None, *arguments.budgets)
     flags = ("--dtype", arguments.dtype, "--max-model-len", "2048", "--max-num-seqs", "32", "--enforce-eager")
     rows, seed = [], 0
-    with serving(where, folder / f"{name}.log", "--cache-megabytes", "0", *flags, *more, seconds=1800) as server:
+    # On a CPU vLLM plans with nearly all of the memory for keys and values, and ends when it comes to use it.
+    room = ("--kv-cache-memory-bytes", str(arguments.cache_gigabytes << 30))
+    log = folder / f"{name}.log"
+    with serving(where, log, "--cache-megabytes", "0", *flags, *room, *more, seconds=1800) as server:
         for index, budget in enumerate(budgets):
             measure(server, budget, 1, [fresh_url(10**6 + index)], 2)
         for concurrency in arguments.concurrency:
@@ -177,6 +180,7 @@ def main() -> None:
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--budgets", nargs="+", type=int, help="other budgets than each model's own")
     parser.add_argument("--requests", type=int, default=8, help="requests per row, at least the concurrency")
+    parser.add_argument("--cache-gigabytes", type=int, default=4, help="room for keys and values on a CPU")
     parser.add_argument("--tokens", type=int, default=8, help="length of an answer")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--out", type=Path, help="file for the rows as JSON")
