@@ -101,7 +101,7 @@ def _unit_rows(query: torch.Tensor, norm_epsilon: float) -> torch.Tensor:
     """The query's rows at length one."""
     if query.device.type != "cpu":
         return query / _floored(row_norms(query, "query"), norm_epsilon)[:, None]
-    # By numpy, which does it in one thread: torch would wake OpenMP's for it (see `stacktok.kernels.products`).
+    # By numpy, in the calling thread, like the product (`stacktok.kernels.products`).
     rows = query.numpy()
     with np.errstate(over="ignore", invalid="ignore"):
         norms = torch.from_numpy(np.sqrt(np.square(rows).sum(axis=1)))

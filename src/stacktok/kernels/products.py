@@ -1,8 +1,8 @@
 """Products of many rows with a few: a question's rows with the tokens of an image.
 
-A matrix product of this shape is bound by reading the tokens, and torch takes as long for it; but it leaves OpenMP's
-threads spinning on the other cores for some milliseconds, in which the walks of several crops get half of what they
-could. This one uses no thread for small images and its own, which end, for large ones.
+A matrix product of this shape is bound by reading the tokens, and torch takes about as long for it. This one runs in
+the calling thread for small images, so that several crops can have theirs beside each other, and in threads of its own
+for large ones; and a token's products do not depend on its place or on the number of threads, which torch's do.
 """
 
 from __future__ import annotations
