@@ -99,6 +99,12 @@ MUTANTS = {
         "",
         AFFINITY,
     ),
+    "no grid of a question": (
+        "core/affinity.py",
+        "    np.rint(cosines, out=cosines)\n",
+        "",
+        AFFINITY,
+    ),
 }
 
 

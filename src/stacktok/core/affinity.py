@@ -62,66 +62,61 @@ def vision_affinity(vision: torch.Tensor, tau: float, norm_epsilon: float, norms
     return _on_host(result)
 
 
+def unit_rows(query: torch.Tensor, norm_epsilon: float) -> torch.Tensor:
+    """The rows of a query at length one, (m, d), in the working precision."""
+    rows = query.to(_working_type(query))
+    if rows.device.type != "cpu":
+        return rows / _floored(row_norms(rows, "query"), norm_epsilon)[:, None]
+    from stacktok.kernels.products import few_row_norms
+
+    # Torch would wake other threads for these few rows.
+    array = rows.contiguous().numpy()
+    norms = few_row_norms(array)
+    if not np.isfinite(norms).all():
+        _check_norms(torch.from_numpy(norms), rows, "query")
+    return torch.from_numpy(array / np.maximum(norms, _floor(norm_epsilon, rows.dtype))[:, None])
+
+
 def query_affinity(
-    query: torch.Tensor,
-    projected: torch.Tensor,
-    tau: float,
-    norm_epsilon: float,
-    norms: torch.Tensor,
-    equal: Copies | None,
+    unit: torch.Tensor, projected: torch.Tensor, lengths: Affinity, tau: float, equal: Copies | None
 ) -> Affinity:
     """A^qv of Eq. (affinity), shape (m, n).
 
     Parameters
     ----------
-    query
-        Embeddings of the query's tokens, (m, d); m may be 0.
+    unit
+        Embeddings of the query's tokens at length one, (m, d), from `unit_rows`; m may be 0.
     projected
         Post-projector embeddings, (n, d).
+    lengths
+        Their norms, (n,), from `floored_norms`.
     tau
         Temperature, tau_t.
-    norm_epsilon
-        Lower bound of the norms.
-    norms
-        Row norms of ``projected``, (n,), from `row_norms`.
     equal
-        Its copies, from `copies`.
+        Copies among ``projected``, from `copies`.
     """
-    m = len(query)
-    dtype = torch.promote_types(_working_type(query), _working_type(projected))
-    result = _products(projected, _unit_rows(query.to(dtype), norm_epsilon))
-    tie(result, equal)
-    result /= _floored(norms.to(dtype), norm_epsilon)
-    if m:
-        _softmax_on_grid(result, tau, grid_bits(m))
-    return _on_host(result)
-
-
-def _unit_rows(query: torch.Tensor, norm_epsilon: float) -> torch.Tensor:
-    """The query's rows at length one."""
-    if query.device.type != "cpu":
-        return query / _floored(row_norms(query, "query"), norm_epsilon)[:, None]
-    # By numpy, in the calling thread, like the product (`stacktok.kernels.products`).
-    rows = query.numpy()
-    with np.errstate(over="ignore", invalid="ignore"):
-        norms = torch.from_numpy(np.sqrt(np.square(rows).sum(axis=1)))
-    _check_norms(norms, query, "query")
-    return torch.from_numpy(rows / _floored(norms, norm_epsilon).numpy()[:, None])
+    products = _products(projected, unit.to(torch.promote_types(unit.dtype, _working_type(projected))))
+    tie(products, equal)
+    result = _on_host(products)
+    if len(result):
+        result /= lengths
+        _few_rows_softmax_on_grid(result, tau, grid_bits(len(result)))
+    return result
 
 
 def _products(projected: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
-    """Products of a query's rows with all tokens, (m, n); the tokens' norms are not yet divided by.
+    """Products of a query's rows with all tokens, (m, n); the tokens' norms are not yet divided by."""
+    if projected.device.type != "cpu":
+        blocks = _row_blocks(len(projected), projected.shape[1], _CAST)
+        with _full_precision(projected):
+            return torch.cat([unit @ projected[rows].to(unit.dtype).T for rows in blocks], dim=1)
+    from stacktok.kernels.products import products
 
-    Features of any type go through the same blocks, so that half precision equals its float32 cast to the bit.
-    """
-    blocks = _row_blocks(len(projected), projected.shape[1], _CAST)
-    if projected.device.type == "cpu":
-        from stacktok.kernels.products import products
-
-        parts = [products(projected[rows].to(unit.dtype).contiguous().numpy(), unit.numpy()) for rows in blocks]
-        return torch.from_numpy(parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1))
-    with _full_precision(projected):
-        return torch.cat([unit @ projected[rows].to(unit.dtype).T for rows in blocks], dim=1)
+    # Half precision is cast up block by block; that equals its float32 cast to the bit, since places do not matter.
+    whole = [slice(None)]
+    blocks = whole if projected.dtype == unit.dtype else _row_blocks(len(projected), projected.shape[1])
+    parts = [products(projected[rows].to(unit.dtype).contiguous().numpy(), unit.numpy()) for rows in blocks]
+    return torch.from_numpy(parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1))
 
 
 def row_norms(features: torch.Tensor, name: str) -> torch.Tensor:
@@ -134,6 +129,11 @@ def row_norms(features: torch.Tensor, name: str) -> torch.Tensor:
         norms[rows] = torch.linalg.vector_norm(features[rows].to(norms.dtype), dim=1)
     _check_norms(norms, features, name)
     return norms
+
+
+def floored_norms(norms: torch.Tensor, norm_epsilon: float) -> Affinity:
+    """Norms that can be divided by, (n,), in host memory."""
+    return _on_host(_floored(norms, norm_epsilon))
 
 
 def _check_norms(norms: torch.Tensor, features: torch.Tensor, name: str) -> None:
@@ -214,7 +214,8 @@ def affinities(
     x, z, q = check_features(vision, projected, query)
     a_vv = vision_affinity(x, tau_vision, norm_epsilon, row_norms(x, "vision"))
     norms = row_norms(z, "projected")
-    return query_affinity(q, z, tau_query, norm_epsilon, norms, copies(z, norms)), a_vv
+    lengths = floored_norms(norms, norm_epsilon)
+    return query_affinity(unit_rows(q, norm_epsilon), z, lengths, tau_query, copies(z, norms)), a_vv
 
 
 def check_features(
@@ -314,7 +315,11 @@ def _full_precision(features: torch.Tensor) -> torch.autocast:
 
 
 def _floored(norms: torch.Tensor, norm_epsilon: float) -> torch.Tensor:
-    return norms.clamp_min(max(norm_epsilon, torch.finfo(norms.dtype).tiny))
+    return norms.clamp_min(_floor(norm_epsilon, norms.dtype))
+
+
+def _floor(norm_epsilon: float, dtype: torch.dtype) -> float:
+    return max(norm_epsilon, torch.finfo(dtype).tiny)
 
 
 def _fits_float32(affinity: torch.Tensor) -> bool:
@@ -332,6 +337,17 @@ def _softmax_on_grid(logits: torch.Tensor, tau: float, bits: int) -> None:
     logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(max(tau, torch.finfo(logits.dtype).tiny))
     torch.softmax(logits, dim=-1, out=logits)
     logits.mul_(2.0**bits).round_().mul_(2.0**-bits)
+
+
+def _few_rows_softmax_on_grid(cosines: Affinity, tau: float, bits: int) -> None:
+    """`_softmax_on_grid` of a question's few rows, in the calling thread: torch would wake others for them."""
+    cosines -= cosines.max(axis=1, keepdims=True)
+    cosines /= max(tau, float(np.finfo(cosines.dtype).tiny))
+    np.exp(cosines, out=cosines)
+    cosines /= cosines.sum(axis=1, keepdims=True)
+    cosines *= 2.0**bits
+    np.rint(cosines, out=cosines)
+    cosines *= 2.0**-bits
 
 
 def _rounded(affinity: torch.Tensor, bits: int) -> torch.Tensor:

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from stacktok.core.budget import Budget, resolve_budget
-from stacktok.core.inputs import Array, Eligible
+from stacktok.core.inputs import Array, Eligible, check_same_device
 from stacktok.core.parameters import Parameters, Settings
 from stacktok.core.record import CropSelection
 from stacktok.core.selection import PreparedImage, given_unit, question_parameters
 from stacktok.core.trajectory import Support, Trajectory
+from stacktok.kernels.threads import beside
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -65,14 +65,22 @@ class PreparedCrops:
             PreparedImage(crop.vision, crop.projected, crop.eligible, parameters, f"crop {c}: ")
             for c, crop in enumerate(crops)
         )
+        # One query serves all of them, and is checked against the first.
+        embeddings = {f"crop {c}": crop.embeddings for c, crop in enumerate(self.crops)}
+        check_same_device(**embeddings)
+        for name, rows in embeddings.items():
+            if rows.shape[1] != embeddings["crop 0"].shape[1]:
+                raise ValueError(
+                    f"{name}: projected has {rows.shape[1]} columns and that of crop 0 "
+                    f"{embeddings['crop 0'].shape[1]}; give embeddings of one language model"
+                )
 
     def select(self, query: Array | None, budget: Budget, **settings: Unpack[Settings]) -> CropSelection:
         """Select tokens over all crops for a question; see `PreparedImage.select`."""
         parameters = question_parameters(self.parameters, dict(settings))
         total = _total(budget, [crop.support for crop in self.crops])
-        with _threads(len(self.crops)) as pool:
-            walks = list(pool.map(lambda crop: crop.trajectory(query, total, parameters), self.crops))
-            return allocate(walks, total, parameters, pool)
+        question = self.crops[0].question(query)
+        return allocate([crop.trajectory(question, total, parameters) for crop in self.crops], total, parameters)
 
 
 def prepare_crops(crops: Sequence[Crop], **settings: Unpack[Settings]) -> PreparedCrops:
@@ -127,12 +135,7 @@ def select_crops_from_affinities(
     if len(rows) > 1:
         raise ValueError(f"the crops' query affinities have {sorted(rows)} rows; one query serves all crops")
     total = _total(budget, [support for support, _ in units])
-    with _threads(len(units)) as pool:
-        return allocate([Trajectory(*unit, parameters, total) for unit in units], total, parameters, pool)
-
-
-def _threads(crops: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(crops, torch.get_num_threads()))
+    return allocate([Trajectory(*unit, parameters, total) for unit in units], total, parameters)
 
 
 def _total(budget: Budget, units: Sequence[Support]) -> int:
@@ -140,16 +143,14 @@ def _total(budget: Budget, units: Sequence[Support]) -> int:
     return resolve_budget(budget, sum(unit.n for unit in units), sum(unit.capacity for unit in units))
 
 
-def allocate(
-    crops: Sequence[Trajectory], total: int, parameters: Parameters, pool: ThreadPoolExecutor
-) -> CropSelection:
+def allocate(crops: Sequence[Trajectory], total: int, parameters: Parameters) -> CropSelection:
     """Spend a budget over crops, Eqs. (crop-nominee) and (global), and refine each crop by itself."""
     horizons = [min(total, crop.support.capacity) for crop in crops]
     limits = horizons if parameters.allocation == "shared" else _quotas(crops, total, horizons, parameters)
 
     # Every crop walks to an equal share at once, beside the others; the merge then asks for what it needs beyond.
-    ahead = [min(horizon, total // len(crops)) for horizon in horizons]
-    list(pool.map(Trajectory.advance, crops, ahead, horizons))
+    share = total // len(crops)
+    beside(partial(crop.advance, min(end, share), end) for crop, end in zip(crops, horizons, strict=True))
     gains: list[list[float]] = [[] for _ in crops]
 
     def nominee_gain(c: int, t: int) -> float:

@@ -6,15 +6,18 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from stacktok.core.affinity import (
     Affinity,
     check_features,
     check_query,
     copies,
+    floored_norms,
     given_affinity,
     query_affinity,
     row_norms,
+    unit_rows,
     vision_affinity,
 )
 from stacktok.core.budget import Budget, resolve_budget
@@ -35,6 +38,15 @@ class PreparedImage:
     """An image whose coverage side is done: each further question pays for itself alone.
 
     Made by `prepare`. Threads may share it.
+
+    Attributes
+    ----------
+    parameters
+        The image's.
+    support
+        Its coverage side.
+    embeddings
+        Post-projector embeddings, (n, d), as they were given.
     """
 
     def __init__(
@@ -47,9 +59,10 @@ class PreparedImage:
             eligible_mask(eligible, len(x)),
             get_backend(parameters.backend),
         )
-        self._projected = z
-        self._norms = row_norms(z, f"{where}projected")
-        self._copies = copies(z, self._norms)
+        self.embeddings = z
+        norms = row_norms(z, f"{where}projected")
+        self._lengths = floored_norms(norms, parameters.norm_epsilon)
+        self._copies = copies(z, norms)
 
     @property
     def n(self) -> int:
@@ -66,27 +79,21 @@ class PreparedImage:
         """A^vv, (n, n)."""
         return self.support.vision_affinity
 
-    def query_affinity(self, query: Array | None, parameters: Parameters | None = None) -> Affinity:
-        """A^qv of a question, (m, n).
+    def question(self, query: Array | None) -> torch.Tensor:
+        """The rows of a query, (m, d), or None for m = 0, checked against this image and brought to length one."""
+        q = check_query(query, self.embeddings)
+        check_same_device(projected=self.embeddings, query=q)
+        return unit_rows(q, self.parameters.norm_epsilon)
 
-        Parameters
-        ----------
-        query
-            Embeddings of the query's tokens, (m, d), or None for m = 0.
-        parameters
-            Whose temperature to use; the image's own by default.
-        """
-        parameters = parameters or self.parameters
-        q = check_query(query, self._projected)
-        check_same_device(projected=self._projected, query=q)
-        return query_affinity(
-            q, self._projected, parameters.tau_query, parameters.norm_epsilon, self._norms, self._copies
-        )
+    def query_affinity(self, question: torch.Tensor, parameters: Parameters | None = None) -> Affinity:
+        """A^qv of a `question`, (m, n), at the temperature of ``parameters``, or of the image's own."""
+        tau = (parameters or self.parameters).tau_query
+        return query_affinity(question, self.embeddings, self._lengths, tau, self._copies)
 
-    def trajectory(self, query: Array | None, budget: int, parameters: Parameters | None = None) -> Trajectory:
-        """The walk of a question over this image, not yet begun; ``budget`` is a count."""
+    def trajectory(self, question: torch.Tensor, budget: int, parameters: Parameters | None = None) -> Trajectory:
+        """The walk of a `question` over this image, not yet begun; ``budget`` is a count."""
         parameters = parameters or self.parameters
-        return Trajectory(self.support, self.query_affinity(query, parameters), parameters, budget)
+        return Trajectory(self.support, self.query_affinity(question, parameters), parameters, budget)
 
     def select(self, query: Array | None, budget: Budget, **settings: Unpack[Settings]) -> Selection:
         """Select tokens for a question.
@@ -101,7 +108,7 @@ class PreparedImage:
             Parameters that differ from those of `prepare`; ``tau_vision``, ``norm_epsilon`` and ``backend`` cannot.
         """
         parameters = question_parameters(self.parameters, dict(settings))
-        return finish(self.trajectory(query, self.count(budget), parameters))
+        return finish(self.trajectory(self.question(query), self.count(budget), parameters))
 
     def count(self, budget: Budget) -> int:
         """A budget as a number of this image's tokens."""

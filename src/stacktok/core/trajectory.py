@@ -37,9 +37,9 @@ class Support:
         self.vision_affinity, self.eligible, self.backend = vision_affinity, eligible, backend
         self.n = len(vision_affinity)
         self.capacity = int(eligible.sum())
-        self.sums = backend.column_sums(vision_affinity)
+        self.ground = backend.ground(vision_affinity)
         no_query = np.zeros((0, self.n), dtype=vision_affinity.dtype)
-        self._chain = backend.walk(vision_affinity, no_query, self.sums, eligible, Rule.COVERAGE, 1, 0.0)
+        self._chain = backend.walk(self.ground, no_query, eligible, Rule.COVERAGE, 1, 0.0)
         self._extending = threading.Lock()
 
     def reference(self, k: int) -> Floats:
@@ -72,9 +72,8 @@ class Trajectory:
         self.depth = relevance_depth(parameters, self.m, budget)
         self.strictness = strictness(query_affinity, parameters)
         self._walk: Walk = support.backend.walk(
-            support.vision_affinity,
+            support.ground,
             query_affinity,
-            support.sums,
             support.eligible,
             _rule(self.m, parameters),
             self.depth,

@@ -7,7 +7,7 @@ on matrices in device memory, given the targets that `stacktok.core` computes fo
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,14 +54,13 @@ class Backend(Protocol):
 
     name: str
 
-    def column_sums(self, affinity: Affinity) -> Floats:
-        """Sum of every column, (n,): the gains of the empty set."""
+    def ground(self, vision_affinity: Affinity) -> Any:
+        """What walks need of A^vv, (n, n), and no question changes, in the form that suits this backend."""
 
     def walk(
         self,
-        vision_affinity: Affinity,
+        ground: Any,
         query_affinity: Affinity,
-        vision_sums: Floats,
         eligible: Mask,
         rule: Rule,
         depth: int | None,
@@ -71,10 +70,10 @@ class Backend(Protocol):
 
         Parameters
         ----------
-        vision_affinity, query_affinity
-            A^vv, (n, n), and A^qv, (m, n), on their grids.
-        vision_sums
-            Column sums of A^vv, (n,).
+        ground
+            What `ground` made of A^vv.
+        query_affinity
+            A^qv, (m, n), on its grid.
         eligible
             Positions that may be kept, (n,).
         rule

@@ -1,15 +1,13 @@
-"""Compiled functions, kept on disk, and threads to run them beside each other."""
+"""Compiled functions, kept on disk."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numba
-import torch
 
 _log = logging.getLogger("stacktok")
 _said_why = threading.Event()
@@ -53,21 +51,3 @@ class Kernel:
         if not _said_why.is_set() and sum(self._function.stats.cache_misses.values()):
             _log.warning("compiling the selector for this machine; this happens once, later runs load it from disk")
             _said_why.set()
-
-
-def helpers() -> ThreadPoolExecutor:
-    """Threads beside the calling one; none is started before it has something to do."""
-    return ThreadPoolExecutor(max(1, torch.get_num_threads() - 1))
-
-
-def over_ranges(pool: ThreadPoolExecutor, count: int, function: Callable[..., Any], *arguments: Any) -> None:
-    """Run ``function(*arguments, first, last)`` on ranges of 0 to ``count`` beside each other, one range per core.
-
-    Ranges begin at multiples of four.
-    """
-    workers = torch.get_num_threads()
-    ends = [*(count * w // workers // 4 * 4 for w in range(workers)), count]
-    parts = [pool.submit(function, *arguments, *ends[w : w + 2]) for w in range(1, workers)]
-    function(*arguments, *ends[:2])
-    for part in parts:
-        part.result()

@@ -8,12 +8,16 @@ Updates of millions of entries, which only images of thousands of tokens have, a
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
+import torch
 
 from stacktok.core.affinity import Affinity
 from stacktok.core.inputs import Mask
 from stacktok.kernels import CRITERIA, Floats, Ints, Rule
-from stacktok.kernels.compiled import Kernel, compiled, helpers, over_ranges
+from stacktok.kernels.compiled import Kernel, compiled
+from stacktok.kernels.threads import over_ranges
 
 _GATED, _RELEVANCE, _COVERAGE, _SCALARIZED = (int(rule) for rule in Rule)
 _BY_RELEVANCE, _BY_COVERAGE, _BY_SUM, _BY_INDEX = range(len(CRITERIA))
@@ -21,6 +25,8 @@ _UNLIMITED = 0
 
 # Entries whose update takes much longer than to hand it to other threads.
 _WORTH_SPLITTING = 1 << 20
+# Entries up to which a transposed copy is kept: a pick then reads its column from one place, for twice the memory.
+_WORTH_TURNING = 1 << 22
 
 
 @Kernel
@@ -34,26 +40,30 @@ def _add_columns(a, sums, first, last):  # type: ignore[no-untyped-def]
 
 @compiled
 def _lower_gains(a, rows, count, old, new, gains, first, last):  # type: ignore[no-untyped-def]
-    """Gains after thresholds of ``count`` rows rose from old to new: [a - old]_+ - [a - new]_+ is lost per row."""
+    """Gains after thresholds of ``count`` rows rose from old to new: [a - old]_+ - [a - new]_+ is lost per row.
+
+    That is a, clamped to old and new, less old. Thresholds are entries of the matrix or 0, so that its own type holds
+    them and clamping is exact there; sums and differences are taken in float64.
+    """
     part = gains[first:last]
+    entry = a.dtype.type
     whole = count - count % 4
     for q in range(0, whole, 4):
         i0, i1, i2, i3 = rows[q], rows[q + 1], rows[q + 2], rows[q + 3]
-        o0, o1, o2, o3 = old[i0], old[i1], old[i2], old[i3]
-        w0, w1, w2, w3 = new[i0], new[i1], new[i2], new[i3]
+        o0, o1, o2, o3 = entry(old[i0]), entry(old[i1]), entry(old[i2]), entry(old[i3])
+        w0, w1, w2, w3 = entry(new[i0]), entry(new[i1]), entry(new[i2]), entry(new[i3])
         a0, a1, a2, a3 = a[i0, first:last], a[i1, first:last], a[i2, first:last], a[i3, first:last]
+        before = (old[i0] + old[i1]) + (old[i2] + old[i3])
         for j in range(len(part)):
-            lost0 = min(max(np.float64(a0[j]), o0), w0) - o0
-            lost1 = min(max(np.float64(a1[j]), o1), w1) - o1
-            lost2 = min(max(np.float64(a2[j]), o2), w2) - o2
-            lost3 = min(max(np.float64(a3[j]), o3), w3) - o3
-            part[j] -= (lost0 + lost1) + (lost2 + lost3)
+            after01 = np.float64(min(max(a0[j], o0), w0)) + np.float64(min(max(a1[j], o1), w1))
+            after23 = np.float64(min(max(a2[j], o2), w2)) + np.float64(min(max(a3[j], o3), w3))
+            part[j] += before - (after01 + after23)
     for q in range(whole, count):
         i = rows[q]
-        o, w = old[i], new[i]
+        o, w = entry(old[i]), entry(new[i])
         row = a[i, first:last]
         for j in range(len(part)):
-            part[j] -= min(max(np.float64(row[j]), o), w) - o
+            part[j] += old[i] - np.float64(min(max(row[j], o), w))
 
 
 @compiled
@@ -69,18 +79,21 @@ def _best(gains):  # type: ignore[no-untyped-def]
 
 @Kernel
 def _extend(  # type: ignore[no-untyped-def]
-    av, aq, rule, depth, alpha, targets, start, stop, order, criterion, bound, relevance_sums, coverage_sums,
+    av, columns, aq, rule, depth, alpha, targets, start, stop, order, criterion, bound, relevance_sums, coverage_sums,
     candidates, raised, synced, stale, stale_count, coverage_gains, relevance_gains, largest, threshold, lowered,
 ):  # fmt: skip
     """Steps of Algorithm 1; returns the step before which an update is worth splitting, or stop."""
     n, m = av.shape[0], aq.shape[0]
     one_row = np.empty(1, np.int64)
+    served = False
     for t in range(start, stop):
         deficit = targets[t] > coverage_sums[t]
         token, by = -1, _BY_INDEX
-        if rule == _RELEVANCE or (rule == _GATED and not deficit):
+        # Gains only fall: relevance that gains nothing at one step gains nothing at any later one.
+        if not served and (rule == _RELEVANCE or (rule == _GATED and not deficit)):
             candidate, gain = _best(relevance_gains)
-            if gain > 0.0:
+            served = not gain > 0.0
+            if not served:
                 token, by = candidate, _BY_RELEVANCE
         if token < 0 and rule != _RELEVANCE:
             if stale_count[0] * n >= _WORTH_SPLITTING:
@@ -111,8 +124,9 @@ def _extend(  # type: ignore[no-untyped-def]
                     token = j
                     break
         coverage = coverage_sums[t]
+        column = columns[token]
         for i in range(n):
-            a = np.float64(av[i, token])
+            a = np.float64(column[i])
             if a > raised[i]:
                 coverage += a - raised[i]
                 if raised[i] == synced[i]:
@@ -250,11 +264,28 @@ def _refine(av, aq, kept, eligible, depth, target, epsilon, passes):  # type: ig
 def _column_sums(affinity: Affinity) -> Floats:
     sums = np.zeros(affinity.shape[1])
     if affinity.size >= _WORTH_SPLITTING:
-        with helpers() as pool:
-            over_ranges(pool, len(sums), _add_columns, affinity, sums)
+        over_ranges(len(sums), _add_columns, affinity, sums)
     else:
         _add_columns(affinity, sums, 0, len(sums))
     return sums
+
+
+class Ground(NamedTuple):
+    """What walks need of A^vv.
+
+    Attributes
+    ----------
+    matrix
+        A^vv itself, (n, n).
+    columns
+        Its transpose, (n, n): in memory of its own where that is worth it.
+    sums
+        Sums of its columns, (n,): the gains of the empty set.
+    """
+
+    matrix: Affinity
+    columns: Affinity
+    sums: Floats
 
 
 class CpuWalk:
@@ -262,15 +293,14 @@ class CpuWalk:
 
     def __init__(
         self,
-        vision_affinity: Affinity,
+        ground: Ground,
         query_affinity: Affinity,
-        vision_sums: Floats,
         eligible: Mask,
         rule: Rule,
         depth: int | None,
         alpha: float,
     ) -> None:
-        n, m = len(vision_affinity), len(query_affinity)
+        n, m = len(ground.matrix), len(query_affinity)
         capacity = int(eligible.sum())
         self.length = 0
         self.order = np.empty(capacity, dtype=np.int64)
@@ -280,8 +310,8 @@ class CpuWalk:
         self.coverage_sums = np.zeros(capacity + 1)
         # A depth that no set reaches is an unlimited one.
         levels = _UNLIMITED if depth is None or depth > capacity else depth
-        self._fixed = (vision_affinity, query_affinity, int(rule), levels, float(alpha))
-        coverage_gains = np.where(eligible, vision_sums, -np.inf)
+        self._fixed = (ground.matrix, ground.columns, query_affinity, int(rule), levels, float(alpha))
+        coverage_gains = np.where(eligible, ground.sums, -np.inf)
         relevance_gains = np.where(eligible, _column_sums(query_affinity), -np.inf)
         self._state = (
             eligible.copy(),
@@ -301,17 +331,13 @@ class CpuWalk:
             return
         record = (self.order, self.criterion, self.bound, self.relevance_sums, self.coverage_sums)
         self.length = _extend(*self._fixed, targets, self.length, length, *record, *self._state)
-        if self.length == length:
-            return
         affinity, n = self._fixed[0], len(self._fixed[0])
         _, raised, synced, stale, stale_count, coverage_gains = self._state[:6]
-        with helpers() as pool:
-            while self.length < length:
-                count = int(stale_count[0])
-                over_ranges(pool, n, _lower_gains, affinity, stale, count, synced, raised, coverage_gains)
-                synced[:] = raised
-                stale_count[0] = 0
-                self.length = _extend(*self._fixed, targets, self.length, length, *record, *self._state)
+        while self.length < length:
+            over_ranges(n, _lower_gains, affinity, stale, int(stale_count[0]), synced, raised, coverage_gains)
+            synced[:] = raised
+            stale_count[0] = 0
+            self.length = _extend(*self._fixed, targets, self.length, length, *record, *self._state)
 
 
 class CpuBackend:
@@ -319,20 +345,22 @@ class CpuBackend:
 
     name = "cpu"
 
-    def column_sums(self, affinity: Affinity) -> Floats:
-        return _column_sums(affinity)
+    def ground(self, vision_affinity: Affinity) -> Ground:
+        columns = vision_affinity.T
+        if vision_affinity.size <= _WORTH_TURNING:
+            columns = torch.from_numpy(columns).contiguous().numpy()
+        return Ground(vision_affinity, columns, _column_sums(vision_affinity))
 
     def walk(
         self,
-        vision_affinity: Affinity,
+        ground: Ground,
         query_affinity: Affinity,
-        vision_sums: Floats,
         eligible: Mask,
         rule: Rule,
         depth: int | None,
         alpha: float,
     ) -> CpuWalk:
-        return CpuWalk(vision_affinity, query_affinity, vision_sums, eligible, rule, depth, alpha)
+        return CpuWalk(ground, query_affinity, eligible, rule, depth, alpha)
 
     def refine(
         self,

@@ -76,21 +76,19 @@ class ReferenceBackend:
 
     name = "reference"
 
-    def column_sums(self, affinity: Affinity) -> Floats:
-        matrix = torch.from_numpy(affinity)
-        return gain_sums(matrix, row_thresholds(matrix, [])).numpy()
+    def ground(self, vision_affinity: Affinity) -> Affinity:
+        return vision_affinity
 
     def walk(
         self,
-        vision_affinity: Affinity,
+        ground: Affinity,
         query_affinity: Affinity,
-        vision_sums: Floats,
         eligible: Mask,
         rule: Rule,
         depth: int | None,
         alpha: float,
     ) -> ReferenceWalk:
-        return ReferenceWalk(vision_affinity, query_affinity, eligible, rule, depth, alpha)
+        return ReferenceWalk(ground, query_affinity, eligible, rule, depth, alpha)
 
     def refine(
         self,

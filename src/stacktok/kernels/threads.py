@@ -1,0 +1,75 @@
+"""Work beside other work, on the threads that torch keeps.
+
+The threads of torch's OpenMP wait for the next operation by spinning, for milliseconds: threads of our own would have
+to share their cores. So tasks are handed to those very threads, by the entry point that a compiled parallel region
+calls (`GOMP_parallel` in "The libgomp ABI" of GCC's manual; LLVM's and Intel's runtimes have it too). Where torch's
+runtime lacks it, threads are started.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+_Region = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+@cache
+def _parallel() -> Callable[..., None] | None:
+    """Runs a region once in every thread of a team, if the runtime that torch has loaded can."""
+    try:
+        region: Any = ctypes.CDLL(None).GOMP_parallel
+    except (AttributeError, OSError, TypeError):
+        return None
+    region.restype = None
+    region.argtypes = (_Region, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    run: Callable[..., None] = region
+    return run
+
+
+def beside(tasks: Iterable[Callable[[], object]]) -> None:
+    """Run tasks beside each other on as many threads as torch uses; an error in one is raised when all have ended.
+
+    Tasks gain by it as far as they run without the interpreter's lock.
+    """
+    waiting, failed = list(tasks)[::-1], []
+    workers = min(torch.get_num_threads(), len(waiting))
+
+    def work(_: object = None) -> None:
+        while waiting:
+            try:
+                task = waiting.pop()
+            except IndexError:
+                return
+            try:
+                task()
+            except BaseException as error:
+                failed.append(error)
+
+    parallel = _parallel()
+    if workers < 2:
+        work()
+    elif parallel is not None:
+        parallel(_Region(work), None, workers, 0)
+    else:
+        with ThreadPoolExecutor(workers - 1) as pool:
+            for _ in range(workers - 1):
+                pool.submit(work)
+            work()
+    if failed:
+        raise failed[0]
+
+
+def over_ranges(count: int, function: Callable[..., object], *arguments: object) -> None:
+    """Run ``function(*arguments, first, last)`` on ranges of 0 to ``count`` beside each other, one range per thread.
+
+    Ranges begin at multiples of four.
+    """
+    workers = torch.get_num_threads()
+    ends = [*(count * w // workers // 4 * 4 for w in range(workers)), count]
+    beside(partial(function, *arguments, *ends[w : w + 2]) for w in range(workers))
