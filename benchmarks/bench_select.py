@@ -110,6 +110,29 @@ def medians(jobs: dict[str, Callable[[], object]], repeats: int) -> dict[str, fl
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+def conversations(crops: list[stacktok.Crop], query: torch.Tensor, size: Size) -> dict[str, float]:
+    """Median seconds of the first question on an image, of the second, right after it, and of six more in a row."""
+    generator = torch.Generator().manual_seed(8)
+    # Questions that the image has not heard: other tokens, other order.
+    others = [query.flip(0) + 0.5 * torch.randn(query.shape, generator=generator) for _ in range(7)]
+    times: dict[str, list[float]] = {"first question": [], "second question": [], "further questions": []}
+    for repeat in range(size.repeats + 1):
+        begin = time.perf_counter()
+        image = (
+            stacktok.prepare_crops(crops) if size.crops > 1 else stacktok.prepare(crops[0].vision, crops[0].projected)
+        )
+        image.select(query, size.k)
+        ends = [time.perf_counter()]
+        for other in others:
+            image.select(other, size.k)
+            ends.append(time.perf_counter())
+        if repeat:
+            times["first question"].append(ends[0] - begin)
+            times["second question"].append(ends[1] - ends[0])
+            times["further questions"] += np.diff(ends[1:]).tolist()
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
 def measure(size: Size) -> dict[str, float]:
     """All times of one size, in seconds."""
     crops, query = problem(size)
@@ -127,13 +150,7 @@ def measure(size: Size) -> dict[str, float]:
     }
     result = medians(jobs, size.repeats)
 
-    prepared = (
-        stacktok.prepare_crops(crops) if size.crops > 1 else stacktok.prepare(crops[0].vision, crops[0].projected)
-    )
-    prepared.select(query, size.k)
-    # A question that the image has not heard: other tokens, other order.
-    other = query.flip(0) + 0.5 * torch.randn(query.shape, generator=torch.Generator().manual_seed(8))
-    result |= medians({"select again": first, "second question": lambda: prepared.select(other, size.k)}, size.repeats)
+    result |= conversations(crops, query, size)
     pairs = build()
     steps = size.reference_steps or size.k
     result |= medians({"cpu": lambda: on_affinities(pairs, size.k, "cpu")}, size.repeats)
@@ -195,7 +212,8 @@ def main() -> None:
         return
     header = (
         "n", "k", "crops", "plain build ms", "build ms", "select ms", "/ build", "/ plain", "on affinities: cpu ms",
-        "reference ms", "ratio", "second question ms", "/ first", "peak MB", "/ matrix",
+        "reference ms", "ratio", "first question ms", "second ms", "of first", "further ms", "of first", "peak MB",
+        "/ matrix",
     )  # fmt: skip
     print(f"m = {QUERY_ROWS}, d = {WIDTH}, {torch.get_num_threads()} threads, torch {torch.__version__}\n")
     print("| " + " | ".join(header) + " |")
@@ -210,7 +228,9 @@ def main() -> None:
             size.n, size.k, size.crops, f"{1e3 * t['plain build']:.2f}", f"{1e3 * t['build']:.2f}",
             f"{1e3 * t['select']:.2f}", f"{t['select'] / t['build']:.2f}", f"{t['select'] / t['plain build']:.2f}",
             f"{1e3 * t['cpu']:.2f}", f"{1e3 * t['reference']:.0f}", f"{t['reference'] / t['cpu']:.0f}",
-            f"{1e3 * t['second question']:.2f}", f"1/{t['select again'] / t['second question']:.1f}",
+            f"{1e3 * t['first question']:.2f}", f"{1e3 * t['second question']:.2f}",
+            f"1/{t['first question'] / t['second question']:.1f}", f"{1e3 * t['further questions']:.2f}",
+            f"1/{t['first question'] / t['further questions']:.1f}",
             f"{peak / 1e6:.0f}", f"{peak / matrix:.2f}",
         )  # fmt: skip
         print("| " + " | ".join(map(str, cells)) + " |", flush=True)
