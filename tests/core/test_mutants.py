@@ -76,9 +76,9 @@ MUTANTS = {
         SWAPS,
     ),
     "crops: tie to the last": (
-        "core/crops.py",
-        "nominees = [(-nominee_gain(c, 0), c)",
-        "nominees = [(-nominee_gain(c, 0), -c)",
+        "kernels/merge.py",
+        "if gains[c, t] > best:",
+        "if gains[c, t] >= best:",
         CROPS,
     ),
     "no fallback to relevance": (

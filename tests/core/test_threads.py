@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -84,7 +85,7 @@ def test_callers_in_several_threads_do_not_disturb_each_other():
 
     def call(mine):
         for number in range(50):
-            beside([lambda: mine.append(number), lambda: mine.append(-number)])
+            beside([partial(mine.append, number), partial(mine.append, -number)])
 
     callers = [threading.Thread(target=call, args=(mine,)) for mine in results]
     for caller in callers:

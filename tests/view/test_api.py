@@ -115,8 +115,7 @@ def test_query_affinities_are_those_of_a_prepared_image(engine: Engine, api: Api
     found = np.frombuffer(base64.b64decode(sent["float32"]), "<f4").reshape(sent["shape"])
     (crop,) = engine.picture("scene-0").encoded.crops
     query = engine.ask("scene-0", question).query
-    image = prepare(crop.vision, crop.projected)
-    np.testing.assert_array_equal(found, image.query_affinity(image.question(query)))
+    np.testing.assert_array_equal(found, prepare(crop.vision, crop.projected).query_affinity(query))
     assert [row for word in walk["words"] for row in word["rows"]] == list(range(len(found)))
 
 

@@ -9,6 +9,8 @@ threads or the way of updating.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -67,56 +69,85 @@ def unit_rows(query: torch.Tensor, norm_epsilon: float) -> torch.Tensor:
     rows = query.to(_working_type(query))
     if rows.device.type != "cpu":
         return rows / _floored(row_norms(rows, "query"), norm_epsilon)[:, None]
-    from stacktok.kernels.products import few_row_norms
+    from stacktok.kernels import products
 
     # Torch would wake other threads for these few rows.
-    array = rows.contiguous().numpy()
-    norms = few_row_norms(array)
+    unit, norms = products.unit_rows(rows.contiguous().numpy(), _floor(norm_epsilon, rows.dtype))
     if not np.isfinite(norms).all():
         _check_norms(torch.from_numpy(norms), rows, "query")
-    return torch.from_numpy(array / np.maximum(norms, _floor(norm_epsilon, rows.dtype))[:, None])
+    return torch.from_numpy(unit)
 
 
-def query_affinity(
-    unit: torch.Tensor, projected: torch.Tensor, lengths: Affinity, tau: float, equal: Copies | None
-) -> Affinity:
-    """A^qv of Eq. (affinity), shape (m, n).
+@dataclass(frozen=True, eq=False)
+class Embeddings:
+    """Post-projector embeddings of an image, and what every question needs of them.
+
+    Attributes
+    ----------
+    rows
+        The embeddings, (n, d).
+    lengths
+        Their norms, not below the floor, (n,), in host memory.
+    equal
+        Copies among them.
+    """
+
+    rows: torch.Tensor
+    lengths: Affinity
+    equal: Copies | None
+
+    @classmethod
+    def of(cls, rows: torch.Tensor, norm_epsilon: float, name: str) -> Embeddings:
+        """Of features with finite norms; ``name`` is what error messages call them."""
+        norms = row_norms(rows, name)
+        return cls(rows, _on_host(_floored(norms, norm_epsilon)), copies(rows, norms))
+
+
+def query_affinities(unit: torch.Tensor, images: Sequence[Embeddings], tau: float) -> list[Affinity]:
+    """A^qv of Eq. (affinity), shape (m, n), of one question for several images or crops.
 
     Parameters
     ----------
     unit
         Embeddings of the query's tokens at length one, (m, d), from `unit_rows`; m may be 0.
-    projected
-        Post-projector embeddings, (n, d).
-    lengths
-        Their norms, (n,), from `floored_norms`.
+    images
+        The images' side.
     tau
         Temperature, tau_t.
-    equal
-        Copies among ``projected``, from `copies`.
     """
-    products = _products(projected, unit.to(torch.promote_types(unit.dtype, _working_type(projected))))
-    tie(products, equal)
-    result = _on_host(products)
-    if len(result):
-        result /= lengths
-        _few_rows_softmax_on_grid(result, tau, grid_bits(len(result)))
-    return result
+    found = []
+    for image, products in zip(images, _products([image.rows for image in images], unit), strict=True):
+        tie(products, image.equal)
+        result = _on_host(products)
+        if len(result):
+            result /= image.lengths
+            _few_rows_softmax_on_grid(result, tau, grid_bits(len(result)))
+        found.append(result)
+    return found
 
 
-def _products(projected: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
-    """Products of a query's rows with all tokens, (m, n); the tokens' norms are not yet divided by."""
-    if projected.device.type != "cpu":
-        blocks = _row_blocks(len(projected), projected.shape[1], _CAST)
-        with _full_precision(projected):
-            return torch.cat([unit @ projected[rows].to(unit.dtype).T for rows in blocks], dim=1)
+def _products(images: Sequence[torch.Tensor], unit: torch.Tensor) -> list[torch.Tensor]:
+    """Products of a query's rows with all tokens of every image, (m, n); norms are not yet divided by."""
+    if unit.device.type == "cpu" and all(rows.dtype == unit.dtype for rows in images):
+        from stacktok.kernels.products import products
+
+        found = products([rows.contiguous().numpy() for rows in images], unit.numpy())
+        return [torch.from_numpy(one) for one in found]
+    return [_blockwise_products(rows, unit.to(torch.promote_types(unit.dtype, _working_type(rows)))) for rows in images]
+
+
+def _blockwise_products(rows: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
+    """`_products` of embeddings that are cast up block by block, or lie on an accelerator."""
+    if rows.device.type != "cpu":
+        blocks = _row_blocks(len(rows), rows.shape[1], _CAST)
+        with _full_precision(rows):
+            return torch.cat([unit @ rows[block].to(unit.dtype).T for block in blocks], dim=1)
     from stacktok.kernels.products import products
 
-    # Half precision is cast up block by block; that equals its float32 cast to the bit, since places do not matter.
-    whole = [slice(None)]
-    blocks = whole if projected.dtype == unit.dtype else _row_blocks(len(projected), projected.shape[1])
-    parts = [products(projected[rows].to(unit.dtype).contiguous().numpy(), unit.numpy()) for rows in blocks]
-    return torch.from_numpy(parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1))
+    # This equals the product of the whole cast to the bit, since a token's place does not matter.
+    blocks = _row_blocks(len(rows), rows.shape[1])
+    parts = [products([rows[block].to(unit.dtype).contiguous().numpy()], unit.numpy())[0] for block in blocks]
+    return torch.from_numpy(np.concatenate(parts, axis=1))
 
 
 def row_norms(features: torch.Tensor, name: str) -> torch.Tensor:
@@ -129,11 +160,6 @@ def row_norms(features: torch.Tensor, name: str) -> torch.Tensor:
         norms[rows] = torch.linalg.vector_norm(features[rows].to(norms.dtype), dim=1)
     _check_norms(norms, features, name)
     return norms
-
-
-def floored_norms(norms: torch.Tensor, norm_epsilon: float) -> Affinity:
-    """Norms that can be divided by, (n,), in host memory."""
-    return _on_host(_floored(norms, norm_epsilon))
 
 
 def _check_norms(norms: torch.Tensor, features: torch.Tensor, name: str) -> None:
@@ -213,9 +239,8 @@ def affinities(
     Parameters(tau_query=tau_query, tau_vision=tau_vision, norm_epsilon=norm_epsilon)
     x, z, q = check_features(vision, projected, query)
     a_vv = vision_affinity(x, tau_vision, norm_epsilon, row_norms(x, "vision"))
-    norms = row_norms(z, "projected")
-    lengths = floored_norms(norms, norm_epsilon)
-    return query_affinity(unit_rows(q, norm_epsilon), z, lengths, tau_query, copies(z, norms)), a_vv
+    embeddings = Embeddings.of(z, norm_epsilon, "projected")
+    return query_affinities(unit_rows(q, norm_epsilon), [embeddings], tau_query)[0], a_vv
 
 
 def check_features(

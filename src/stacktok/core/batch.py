@@ -65,9 +65,8 @@ def select_batch(
         for image, x in enumerate(vision):
             room.acquire()
             prepared = PreparedImage(x, projected[image], masks[image], parameters, f"image {image}: ")
-            trajectory = prepared.trajectory(prepared.question(query[image]), prepared.count(budgets[image]))
-            walks.append(pool.submit(_walk, trajectory, room))
-            del prepared, trajectory
+            walks.append(pool.submit(_walk, prepared.trajectory(query[image], prepared.count(budgets[image])), room))
+            del prepared
     return [walk.result() for walk in walks]
 
 

@@ -7,7 +7,6 @@ asked for, which is the caching of nominations that the paper describes.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from stacktok.core.affinity import query_affinities
 from stacktok.core.budget import Budget, resolve_budget
 from stacktok.core.inputs import Array, Eligible, check_same_device
 from stacktok.core.parameters import Parameters, Settings
@@ -66,7 +66,7 @@ class PreparedCrops:
             for c, crop in enumerate(crops)
         )
         # One query serves all of them, and is checked against the first.
-        embeddings = {f"crop {c}": crop.embeddings for c, crop in enumerate(self.crops)}
+        embeddings = {f"crop {c}": crop.embeddings.rows for c, crop in enumerate(self.crops)}
         check_same_device(**embeddings)
         for name, rows in embeddings.items():
             if rows.shape[1] != embeddings["crop 0"].shape[1]:
@@ -79,8 +79,12 @@ class PreparedCrops:
         """Select tokens over all crops for a question; see `PreparedImage.select`."""
         parameters = question_parameters(self.parameters, dict(settings))
         total = _total(budget, [crop.support for crop in self.crops])
-        question = self.crops[0].question(query)
-        return allocate([crop.trajectory(question, total, parameters) for crop in self.crops], total, parameters)
+        question, embeddings = self.crops[0].question(query), [crop.embeddings for crop in self.crops]
+        found = query_affinities(question, embeddings, parameters.tau_query)
+        walks = [
+            Trajectory(crop.support, a_qv, parameters, total) for crop, a_qv in zip(self.crops, found, strict=True)
+        ]
+        return allocate(walks, total, parameters)
 
 
 def prepare_crops(crops: Sequence[Crop], **settings: Unpack[Settings]) -> PreparedCrops:
@@ -145,35 +149,26 @@ def _total(budget: Budget, units: Sequence[Support]) -> int:
 
 def allocate(crops: Sequence[Trajectory], total: int, parameters: Parameters) -> CropSelection:
     """Spend a budget over crops, Eqs. (crop-nominee) and (global), and refine each crop by itself."""
+    from stacktok.kernels.merge import merge
+
     horizons = [min(total, crop.support.capacity) for crop in crops]
     limits = horizons if parameters.allocation == "shared" else _quotas(crops, total, horizons, parameters)
 
     # Every crop walks to an equal share at once, beside the others; the merge then asks for what it needs beyond.
     share = total // len(crops)
     beside(partial(crop.advance, min(end, share), end) for crop, end in zip(crops, horizons, strict=True))
-    gains: list[list[float]] = [[] for _ in crops]
-
-    def nominee_gain(c: int, t: int) -> float:
-        if t >= len(gains[c]):
-            if t >= crops[c].length:
-                crops[c].advance(min(max(t + _STRIDE, t + t // 2), horizons[c]), horizons[c])
-            gains[c] = crops[c].nominee_gains().tolist()
-        return gains[c][t]
-
-    # The heap holds every active crop's nominee; equal gains go to the lowest crop.
-    nominees = [(-nominee_gain(c, 0), c) for c, limit in enumerate(limits) if limit]
-    heapq.heapify(nominees)
-    sizes = [0] * len(crops)
+    gains = np.zeros((len(crops), max(horizons)))
+    known, sizes = (np.zeros(len(crops), dtype=np.int64) for _ in range(2))
     winners = np.empty(total, dtype=np.int64)
-    for step in range(total):
-        c = nominees[0][1]
-        winners[step] = c
-        sizes[c] += 1
-        if sizes[c] < limits[c]:
-            heapq.heapreplace(nominees, (-nominee_gain(c, sizes[c]), c))
-        else:
-            heapq.heappop(nominees)
-    return _record(crops, winners, sizes, limits, parameters)
+    step = 0
+    while (step := merge(gains, known, np.array(limits), sizes, winners, step)) < total:
+        for c in np.flatnonzero((sizes >= known) & (sizes < limits)).tolist():
+            crop, size = crops[c], int(sizes[c])
+            if crop.length == size:
+                crop.advance(min(max(size + _STRIDE, size + size // 2), horizons[c]), horizons[c])
+            known[c] = crop.length
+            gains[c, : crop.length] = crop.nominee_gains()
+    return _record(crops, winners, sizes.tolist(), limits, parameters)
 
 
 def _record(

@@ -10,12 +10,11 @@ import torch
 
 from stacktok.core.affinity import (
     Affinity,
+    Embeddings,
     check_features,
     check_query,
-    copies,
-    floored_norms,
     given_affinity,
-    query_affinity,
+    query_affinities,
     row_norms,
     unit_rows,
     vision_affinity,
@@ -46,7 +45,7 @@ class PreparedImage:
     support
         Its coverage side.
     embeddings
-        Post-projector embeddings, (n, d), as they were given.
+        Its post-projector embeddings.
     """
 
     def __init__(
@@ -59,10 +58,7 @@ class PreparedImage:
             eligible_mask(eligible, len(x)),
             get_backend(parameters.backend),
         )
-        self.embeddings = z
-        norms = row_norms(z, f"{where}projected")
-        self._lengths = floored_norms(norms, parameters.norm_epsilon)
-        self._copies = copies(z, norms)
+        self.embeddings = Embeddings.of(z, parameters.norm_epsilon, f"{where}projected")
 
     @property
     def n(self) -> int:
@@ -81,19 +77,27 @@ class PreparedImage:
 
     def question(self, query: Array | None) -> torch.Tensor:
         """The rows of a query, (m, d), or None for m = 0, checked against this image and brought to length one."""
-        q = check_query(query, self.embeddings)
-        check_same_device(projected=self.embeddings, query=q)
+        q = check_query(query, self.embeddings.rows)
+        check_same_device(projected=self.embeddings.rows, query=q)
         return unit_rows(q, self.parameters.norm_epsilon)
 
-    def query_affinity(self, question: torch.Tensor, parameters: Parameters | None = None) -> Affinity:
-        """A^qv of a `question`, (m, n), at the temperature of ``parameters``, or of the image's own."""
-        tau = (parameters or self.parameters).tau_query
-        return query_affinity(question, self.embeddings, self._lengths, tau, self._copies)
+    def query_affinity(self, query: Array | None, parameters: Parameters | None = None) -> Affinity:
+        """A^qv of a question, (m, n).
 
-    def trajectory(self, question: torch.Tensor, budget: int, parameters: Parameters | None = None) -> Trajectory:
-        """The walk of a `question` over this image, not yet begun; ``budget`` is a count."""
+        Parameters
+        ----------
+        query
+            Embeddings of the query's tokens, (m, d), or None for m = 0.
+        parameters
+            Whose temperature to use; the image's own by default.
+        """
+        tau = (parameters or self.parameters).tau_query
+        return query_affinities(self.question(query), [self.embeddings], tau)[0]
+
+    def trajectory(self, query: Array | None, budget: int, parameters: Parameters | None = None) -> Trajectory:
+        """The walk of a question over this image, not yet begun; ``budget`` is a count."""
         parameters = parameters or self.parameters
-        return Trajectory(self.support, self.query_affinity(question, parameters), parameters, budget)
+        return Trajectory(self.support, self.query_affinity(query, parameters), parameters, budget)
 
     def select(self, query: Array | None, budget: Budget, **settings: Unpack[Settings]) -> Selection:
         """Select tokens for a question.
@@ -108,7 +112,7 @@ class PreparedImage:
             Parameters that differ from those of `prepare`; ``tau_vision``, ``norm_epsilon`` and ``backend`` cannot.
         """
         parameters = question_parameters(self.parameters, dict(settings))
-        return finish(self.trajectory(self.question(query), self.count(budget), parameters))
+        return finish(self.trajectory(query, self.count(budget), parameters))
 
     def count(self, budget: Budget) -> int:
         """A budget as a number of this image's tokens."""

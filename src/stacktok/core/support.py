@@ -55,7 +55,10 @@ def relevance_depth(parameters: Parameters, rows: int, budget: int) -> int | Non
 def row_entropies(query_affinity: Affinity, floor: float) -> NDArray[np.float64]:
     """H_i of Eq. (beta) for every row of the query, (m,)."""
     a = query_affinity.astype(np.float64)
-    entropies: NDArray[np.float64] = -(a * np.log(np.maximum(a, floor))).sum(axis=1)
+    terms = np.maximum(a, floor)
+    np.log(terms, out=terms)
+    terms *= a
+    entropies: NDArray[np.float64] = -terms.sum(axis=1)
     return entropies
 
 

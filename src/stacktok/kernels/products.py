@@ -6,6 +6,7 @@ its place or on the number of threads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from stacktok.kernels.compiled import Kernel
-from stacktok.kernels.threads import over_ranges
+from stacktok.kernels.threads import beside, ranges
 
 # Columns of four rows that stay in a core's first-level cache while all of the few rows pass by.
 _COLUMNS = 1024
@@ -73,37 +74,59 @@ def _multiply(many, few, result, first, last):  # type: ignore[no-untyped-def]
 
 
 @partial(Kernel, fastmath={"reassoc", "contract", "nsz"})
-def _squares(rows, sums):  # type: ignore[no-untyped-def]
+def _normalise(rows, floor, norms, unit):  # type: ignore[no-untyped-def]
     for i in range(rows.shape[0]):
-        total = rows.dtype.type(0)
+        squares = rows.dtype.type(0)
         for j in range(rows.shape[1]):
-            total += rows[i, j] * rows[i, j]
-        sums[i] = total
+            squares += rows[i, j] * rows[i, j]
+        norms[i] = np.sqrt(squares)
+        length = max(norms[i], floor)
+        for j in range(rows.shape[1]):
+            unit[i, j] = rows[i, j] / length
 
 
-def few_row_norms(rows: NDArray[np.floating]) -> NDArray[np.floating]:
-    """Euclidean norm of every row of a small matrix, (m,), in the calling thread; not finite where squares overflow."""
-    sums = np.empty(len(rows), dtype=rows.dtype)
-    _squares(rows, sums)
-    return np.sqrt(sums)
+def unit_rows(rows: NDArray[np.floating], floor: float) -> tuple[NDArray[np.floating], NDArray[np.floating]]:
+    """A few rows, (m, d), divided by their norms, and the norms, (m,), which are not finite where squares overflow.
+
+    Parameters
+    ----------
+    rows
+        In C order.
+    floor
+        Lower bound of what is divided by.
+    """
+    norms, unit = np.empty(len(rows), dtype=rows.dtype), np.empty_like(rows)
+    _normalise(rows, rows.dtype.type(floor), norms, unit)
+    return unit, norms
 
 
-def products(many: NDArray[np.floating], few: NDArray[np.floating]) -> NDArray[np.floating]:
-    """``few @ many.T``, (m, n), in the precision of the factors.
+def products(many: Sequence[NDArray[np.floating]], few: NDArray[np.floating]) -> list[NDArray[np.floating]]:
+    """``few @ many[c].T``, (m, n_c), for every c, in the precision of the factors.
 
     Parameters
     ----------
     many, few
-        (n, d) and (m, d), in C order, both float32 or both float64.
+        (n_c, d) each and (m, d), in C order, all float32 or all float64.
     """
-    n, m = len(many), len(few)
-    many, few = _padded(many, max(n, 4)), _padded(few, -(-m // 3) * 3)
-    result = np.empty((len(few), len(many)), dtype=many.dtype)
-    if many.size < _WORTH_SPLITTING or n < 8 * torch.get_num_threads():
-        _multiply(many, few, result, 0, len(many))
-    else:
-        over_ranges(len(many), _multiply, many, few, result)
-    return np.ascontiguousarray(result[:m, :n])
+    m = len(few)
+    few = _padded(few, -(-m // 3) * 3)
+    tokens = [_padded(rows, max(len(rows), 4)) for rows in many]
+    results = [np.empty((len(few), len(rows)), dtype=rows.dtype) for rows in tokens]
+    tasks = [
+        partial(_multiply, rows, few, result, *ends)
+        for rows, result in zip(tokens, results, strict=True)
+        for ends in _parts(*rows.shape)
+    ]
+    beside(tasks)
+    return [np.ascontiguousarray(result[:m, : len(rows)]) for rows, result in zip(many, results, strict=True)]
+
+
+def _parts(n: int, width: int) -> list[tuple[int, int]]:
+    """Ranges of n rows that are worth a thread's while, four or more rows each."""
+    workers = torch.get_num_threads()
+    if n * width < _WORTH_SPLITTING or n < 8 * workers:
+        return [(0, n)]
+    return ranges(n, workers)
 
 
 def _padded(rows: NDArray[np.floating], count: int) -> NDArray[np.floating]:

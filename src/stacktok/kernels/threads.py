@@ -12,6 +12,7 @@ import ctypes
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -66,10 +67,11 @@ def beside(tasks: Iterable[Callable[[], object]]) -> None:
 
 
 def over_ranges(count: int, function: Callable[..., object], *arguments: object) -> None:
-    """Run ``function(*arguments, first, last)`` on ranges of 0 to ``count`` beside each other, one range per thread.
+    """Run ``function(*arguments, first, last)`` on `ranges` of 0 to ``count`` beside each other, one per thread."""
+    beside(partial(function, *arguments, *ends) for ends in ranges(count, torch.get_num_threads()))
 
-    Ranges begin at multiples of four.
-    """
-    workers = torch.get_num_threads()
-    ends = [*(count * w // workers // 4 * 4 for w in range(workers)), count]
-    beside(partial(function, *arguments, *ends[w : w + 2]) for w in range(workers))
+
+def ranges(count: int, parts: int) -> list[tuple[int, int]]:
+    """0 to ``count`` in parts that begin at multiples of four."""
+    ends = [*(count * part // parts // 4 * 4 for part in range(parts)), count]
+    return list(pairwise(ends))

@@ -144,7 +144,7 @@ class Engine:
             "question": question,
             "method": method,
             "words": [{"text": text, "rows": rows} for text, rows in zip(asked.words, asked.rows, strict=True)],
-            "query_affinity": [trace.packed(unit.query_affinity(unit.question(asked.query))) for unit in picture.units],
+            "query_affinity": [trace.packed(unit.query_affinity(asked.query)) for unit in picture.units],
         }
         found = self.record(picture, asked, method)
         if found is None:
@@ -164,7 +164,7 @@ class Engine:
         crops = []
         for unit, own in zip(picture.units, self.indices(picture, left), strict=True):
             chosen = own.tolist()
-            query = unit.query_affinity(unit.question(asked.query))
+            query = unit.query_affinity(asked.query)
             crops.append(
                 {
                     "indices": chosen,
