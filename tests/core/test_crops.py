@@ -168,3 +168,20 @@ def test_crops_must_share_one_query():
         stacktok.select_crops_from_affinities([], 4)
     with pytest.raises(ValueError, match="crop 1: vision_affinity has shape"):
         stacktok.select_crops_from_affinities([(None, np.eye(3), None), (None, np.ones((2, 3)), None)], 4)
+
+
+def test_crops_of_different_widths_are_refused():
+    x = np.eye(4, dtype=np.float32)
+    crops = [stacktok.Crop(x, x), stacktok.Crop(x, x[:, :3])]
+    with pytest.raises(ValueError, match="crop 1: projected has 3 columns and that of crop 0 4"):
+        stacktok.prepare_crops(crops)
+
+
+def test_crops_of_different_precision_are_selected_like_their_casts():
+    rng = np.random.default_rng(0)
+    features = [rng.standard_normal((30, 16)).astype(np.float16) for _ in range(3)]
+    query = rng.standard_normal((4, 16)).astype(np.float32)
+    kinds = (np.float16, np.float32, np.float16)
+    mixed = [stacktok.Crop(x, x.astype(kind)) for x, kind in zip(features, kinds, strict=True)]
+    cast = [stacktok.Crop(x, x.astype(np.float32)) for x in features]
+    assert stacktok.select_crops(mixed, query, 12) == stacktok.select_crops(cast, query, 12)
