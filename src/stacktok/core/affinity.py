@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -143,11 +144,16 @@ def _blockwise_products(rows: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
         with _full_precision(rows):
             return torch.cat([unit @ rows[block].to(unit.dtype).T for block in blocks], dim=1)
     from stacktok.kernels.products import products
+    from stacktok.kernels.threads import beside
 
     # This equals the product of the whole cast to the bit, since a token's place does not matter.
-    blocks = _row_blocks(len(rows), rows.shape[1])
-    parts = [products([rows[block].to(unit.dtype).contiguous().numpy()], unit.numpy())[0] for block in blocks]
-    return torch.from_numpy(np.concatenate(parts, axis=1))
+    result = np.empty((len(unit), len(rows)), dtype=unit.numpy().dtype)
+
+    def fill(block: slice) -> None:
+        (result[:, block],) = products([rows[block].to(unit.dtype).contiguous().numpy()], unit.numpy())
+
+    beside(partial(fill, block) for block in _row_blocks(len(rows), rows.shape[1], _BLOCK // 2))
+    return torch.from_numpy(result)
 
 
 def row_norms(features: torch.Tensor, name: str) -> torch.Tensor:
