@@ -54,7 +54,8 @@ def test_torch_and_numpy_give_the_same_result():
 
 @given(n=st.integers(1, 40), m=st.integers(1, 20), seed=st.integers(0, 999))
 def test_sums_of_grid_entries_do_not_depend_on_their_order(n, m, seed):
-    for a in stacktok.affinities(*features(n, m, seed=seed)):
+    # Both temperatures so low that float32 has entries finer than the grid.
+    for a in stacktok.affinities(*features(n, m, seed=seed), tau_vision=0.02):
         rows = len(a)
         scaled = a.astype(np.float64) * 2.0 ** grid_bits(rows)
         assert np.array_equal(scaled, np.rint(scaled))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stacktok.core.tokens import TowerAttention
@@ -26,6 +26,7 @@ from stacktok.methods import (
     paper_budgets,
 )
 from stacktok.methods.cells import cells
+from stacktok.methods.divprune import cosine_distances
 from tests.models.by_hand import crops_of, query_rows
 from tests.tiny import build, picture
 
@@ -119,11 +120,22 @@ def test_ties_go_to_the_lowest_index(corners: list[int], data: st.DataObject) ->
 
 
 @given(st.integers(0, 10_000), st.integers(2, 12), st.integers(2, 60))
+@example(seed=86, different=6, n=4)
 def test_copies_of_tokens_tie_for_divprune_whatever_their_values(seed: int, different: int, n: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(different, 37, generator=generator)[torch.randint(different, (n,), generator=generator)]
     for k in {1, min(3, n), n // 2 + 1, n}:
         assert DivPrune(budget=k).select(rows, rows, None).indices.tolist() == sorted(slow_divprune(rows, k))
+
+
+@given(st.integers(0, 10_000), st.integers(2, 60))
+def test_distances_of_divprune_are_the_same_both_ways_and_for_copies(seed: int, n: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    kinds = torch.randint(n, (n,), generator=generator)
+    distances = cosine_distances(torch.randn(n, 37, generator=generator)[kinds])
+    assert np.array_equal(distances, distances.T)
+    first = np.array([kinds.tolist().index(kind) for kind in kinds.tolist()])
+    assert np.array_equal(distances, distances[first][:, first])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stacktok.core.affinity import row_norms
+from stacktok.core.affinity import copies, row_norms, tie
 from stacktok.core.tokens import EncodedCrop
 from stacktok.methods.facts import Facts
 from stacktok.methods.pick import Choice, PickMethod
@@ -48,9 +48,15 @@ class DivPrune(PickMethod):
 def cosine_distances(features: torch.Tensor, norm_epsilon: float = 1e-8) -> NDArray[np.float32]:
     """1 - cosine of every pair of rows of (n, d), (n, n), in float32 on the host.
 
-    Distances that float32 cannot tell from 0 are 0, so that equal tokens tie and the lowest index decides.
+    Distances that float32 cannot tell from 0 are 0, equal tokens are equally far from every other, and a distance is
+    the same both ways, so that ties are real ties and the lowest index decides.
     """
-    unit = features.float() / row_norms(features, "projected").float().clamp_min(norm_epsilon)[:, None]
-    distances = 1 - unit @ unit.T
+    norms = row_norms(features, "projected")
+    unit = features.float() / norms.float().clamp_min(norm_epsilon)[:, None]
+    cosines = unit @ unit.T
+    equal = copies(features, norms)
+    tie(cosines, equal)
+    tie(cosines.T, equal)
+    distances = 1 - torch.maximum(cosines, cosines.T)
     found: NDArray[np.float32] = distances.masked_fill_(distances < _ZERO, 0.0).cpu().numpy()
     return found
