@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -65,20 +64,6 @@ def vision_affinity(vision: torch.Tensor, tau: float, norm_epsilon: float, norms
     return _on_host(result)
 
 
-def unit_rows(query: torch.Tensor, norm_epsilon: float) -> torch.Tensor:
-    """The rows of a query at length one, (m, d), in the working precision."""
-    rows = query.to(_working_type(query))
-    if rows.device.type != "cpu":
-        return rows / _floored(row_norms(rows, "query"), norm_epsilon)[:, None]
-    from stacktok.kernels import products
-
-    # Torch would wake other threads for these few rows.
-    unit, norms = products.unit_rows(rows.contiguous().numpy(), _floor(norm_epsilon, rows.dtype))
-    if not np.isfinite(norms).all():
-        _check_norms(torch.from_numpy(norms), rows, "query")
-    return torch.from_numpy(unit)
-
-
 @dataclass(frozen=True, eq=False)
 class Embeddings:
     """Post-projector embeddings of an image, and what every question needs of them.
@@ -86,74 +71,67 @@ class Embeddings:
     Attributes
     ----------
     rows
-        The embeddings, (n, d).
+        The embeddings, (n, d), contiguous.
     lengths
-        Their norms, not below the floor, (n,), in host memory.
+        Their norms, not below the floor, (n,).
     equal
         Copies among them.
     """
 
     rows: torch.Tensor
-    lengths: Affinity
+    lengths: torch.Tensor
     equal: Copies | None
 
     @classmethod
     def of(cls, rows: torch.Tensor, norm_epsilon: float, name: str) -> Embeddings:
         """Of features with finite norms; ``name`` is what error messages call them."""
         norms = row_norms(rows, name)
-        return cls(rows, _on_host(_floored(norms, norm_epsilon)), copies(rows, norms))
+        if rows.element_size() < 2:
+            rows = rows.to(norms.dtype)
+        return cls(rows.contiguous(), _floored(norms, norm_epsilon), copies(rows, norms))
 
 
-def query_affinities(unit: torch.Tensor, images: Sequence[Embeddings], tau: float) -> list[Affinity]:
+def query_affinities(
+    query: torch.Tensor, images: Sequence[Embeddings], tau: float, norm_epsilon: float
+) -> list[Affinity]:
     """A^qv of Eq. (affinity), shape (m, n), of one question for several images or crops.
 
     Parameters
     ----------
-    unit
-        Embeddings of the query's tokens at length one, (m, d), from `unit_rows`; m may be 0.
+    query
+        Embeddings of the query's tokens, (m, d); m may be 0.
     images
         The images' side.
     tau
         Temperature, tau_t.
+    norm_epsilon
+        Lower bound of the norms.
     """
-    found = []
-    for image, products in zip(images, _products([image.rows for image in images], unit), strict=True):
-        tie(products, image.equal)
-        result = _on_host(products)
-        if len(result):
-            result /= image.lengths
-            _few_rows_softmax_on_grid(result, tau, grid_bits(len(result)))
-        found.append(result)
-    return found
+    types = {query.dtype, *(image.rows.dtype for image in images)}
+    if len(query) and query.device.type == "cpu" and torch.float64 not in types:
+        from stacktok.kernels import question
+
+        rows = query if query.dtype == torch.float32 else query.float()
+        pairs = [(image.rows, image.lengths) for image in images]
+        found, bad = question.query_affinities(rows.contiguous().numpy(), pairs, norm_epsilon, tau, grid_bits(len(rows)))
+        if bad >= 0:
+            raise _no_norm(rows, bad, "query")
+        return found
+    unit = query.to(_working_type(query)) / _floored(row_norms(query, "query"), norm_epsilon)[:, None]
+    return [_query_affinity(unit, image, tau) for image in images]
 
 
-def _products(images: Sequence[torch.Tensor], unit: torch.Tensor) -> list[torch.Tensor]:
-    """Products of a query's rows with all tokens of every image, (m, n); norms are not yet divided by."""
-    if unit.device.type == "cpu" and all(rows.dtype == unit.dtype for rows in images):
-        from stacktok.kernels.products import products
-
-        found = products([rows.contiguous().numpy() for rows in images], unit.numpy())
-        return [torch.from_numpy(one) for one in found]
-    return [_blockwise_products(rows, unit.to(torch.promote_types(unit.dtype, _working_type(rows)))) for rows in images]
-
-
-def _blockwise_products(rows: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
-    """`_products` of embeddings that are cast up block by block, or lie on an accelerator."""
-    if rows.device.type != "cpu":
-        blocks = _row_blocks(len(rows), rows.shape[1], _CAST)
-        with _full_precision(rows):
-            return torch.cat([unit @ rows[block].to(unit.dtype).T for block in blocks], dim=1)
-    from stacktok.kernels.products import products
-    from stacktok.kernels.threads import beside
-
-    # This equals the product of the whole cast to the bit, since a token's place does not matter.
-    result = np.empty((len(unit), len(rows)), dtype=unit.numpy().dtype)
-
-    def fill(block: slice) -> None:
-        (result[:, block],) = products([rows[block].to(unit.dtype).contiguous().numpy()], unit.numpy())
-
-    beside(partial(fill, block) for block in _row_blocks(len(rows), rows.shape[1], _BLOCK // 2))
-    return torch.from_numpy(result)
+def _query_affinity(unit: torch.Tensor, image: Embeddings, tau: float) -> Affinity:
+    """A^qv by torch, on an accelerator or in float64; ``unit`` has rows of length one, (m, d)."""
+    unit = unit.to(torch.promote_types(unit.dtype, image.lengths.dtype))
+    with _full_precision(unit):
+        blocks = _row_blocks(*image.rows.shape, _CAST)
+        cosines = torch.cat([unit @ image.rows[block].to(unit.dtype).T for block in blocks], dim=1)
+    cosines /= image.lengths
+    tie(cosines, image.equal)
+    if len(cosines):
+        _softmax_on_grid(cosines, tau, grid_bits(len(cosines)))
+    return _on_host(cosines)
 
 
 def row_norms(features: torch.Tensor, name: str) -> torch.Tensor:
@@ -164,16 +142,17 @@ def row_norms(features: torch.Tensor, name: str) -> torch.Tensor:
     norms = torch.empty(len(features), dtype=_working_type(features), device=features.device)
     for rows in _row_blocks(len(features), features.shape[1], _CAST):
         norms[rows] = torch.linalg.vector_norm(features[rows].to(norms.dtype), dim=1)
-    _check_norms(norms, features, name)
+    if not bool(torch.isfinite(norms).all()):
+        raise _no_norm(features, int((~torch.isfinite(norms)).nonzero()[0]), name)
     return norms
 
 
-def _check_norms(norms: torch.Tensor, features: torch.Tensor, name: str) -> None:
-    if not bool(torch.isfinite(norms).all()):
-        row = int((~torch.isfinite(norms)).nonzero()[0])
-        if bool(torch.isfinite(features[row].to(norms.dtype)).all()):
-            raise ValueError(f"{name}[{row}] is finite but its norm overflows {norms.dtype}; scale the features down")
-        raise ValueError(f"{name}[{row}] holds NaN or infinity; give finite features")
+def _no_norm(features: torch.Tensor, row: int, name: str) -> ValueError:
+    """Why a row has no finite norm."""
+    values = features[row].to(_working_type(features))
+    if bool(torch.isfinite(values).all()):
+        return ValueError(f"{name}[{row}] is finite but its norm overflows {values.dtype}; scale the features down")
+    return ValueError(f"{name}[{row}] holds NaN or infinity; give finite features")
 
 
 def copies(features: torch.Tensor, norms: torch.Tensor) -> Copies | None:
@@ -246,7 +225,7 @@ def affinities(
     x, z, q = check_features(vision, projected, query)
     a_vv = vision_affinity(x, tau_vision, norm_epsilon, row_norms(x, "vision"))
     embeddings = Embeddings.of(z, norm_epsilon, "projected")
-    return query_affinities(unit_rows(q, norm_epsilon), [embeddings], tau_query)[0], a_vv
+    return query_affinities(q, [embeddings], tau_query, norm_epsilon)[0], a_vv
 
 
 def check_features(
@@ -368,17 +347,6 @@ def _softmax_on_grid(logits: torch.Tensor, tau: float, bits: int) -> None:
     logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(max(tau, torch.finfo(logits.dtype).tiny))
     torch.softmax(logits, dim=-1, out=logits)
     logits.mul_(2.0**bits).round_().mul_(2.0**-bits)
-
-
-def _few_rows_softmax_on_grid(cosines: Affinity, tau: float, bits: int) -> None:
-    """`_softmax_on_grid` of a question's few rows, in the calling thread: torch would wake others for them."""
-    cosines -= cosines.max(axis=1, keepdims=True)
-    cosines /= max(tau, float(np.finfo(cosines.dtype).tiny))
-    np.exp(cosines, out=cosines)
-    cosines /= cosines.sum(axis=1, keepdims=True)
-    cosines *= 2.0**bits
-    np.rint(cosines, out=cosines)
-    cosines *= 2.0**-bits
 
 
 def _rounded(affinity: torch.Tensor, bits: int) -> torch.Tensor:

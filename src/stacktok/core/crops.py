@@ -80,7 +80,7 @@ class PreparedCrops:
         parameters = question_parameters(self.parameters, dict(settings))
         total = _total(budget, [crop.support for crop in self.crops])
         question, embeddings = self.crops[0].question(query), [crop.embeddings for crop in self.crops]
-        found = query_affinities(question, embeddings, parameters.tau_query)
+        found = query_affinities(question, embeddings, parameters.tau_query, parameters.norm_epsilon)
         walks = [
             Trajectory(crop.support, a_qv, parameters, total) for crop, a_qv in zip(self.crops, found, strict=True)
         ]

@@ -16,7 +16,6 @@ from stacktok.core.affinity import (
     given_affinity,
     query_affinities,
     row_norms,
-    unit_rows,
     vision_affinity,
 )
 from stacktok.core.budget import Budget, resolve_budget
@@ -76,10 +75,10 @@ class PreparedImage:
         return self.support.vision_affinity
 
     def question(self, query: Array | None) -> torch.Tensor:
-        """The rows of a query, (m, d), or None for m = 0, checked against this image and brought to length one."""
+        """The rows of a query, (m, d), or None for m = 0, checked against this image."""
         q = check_query(query, self.embeddings.rows)
         check_same_device(projected=self.embeddings.rows, query=q)
-        return unit_rows(q, self.parameters.norm_epsilon)
+        return q
 
     def query_affinity(self, query: Array | None, parameters: Parameters | None = None) -> Affinity:
         """A^qv of a question, (m, n).
@@ -91,8 +90,8 @@ class PreparedImage:
         parameters
             Whose temperature to use; the image's own by default.
         """
-        tau = (parameters or self.parameters).tau_query
-        return query_affinities(self.question(query), [self.embeddings], tau)[0]
+        tau, norm_epsilon = (parameters or self.parameters).tau_query, self.parameters.norm_epsilon
+        return query_affinities(self.question(query), [self.embeddings], tau, norm_epsilon)[0]
 
     def trajectory(self, query: Array | None, budget: int, parameters: Parameters | None = None) -> Trajectory:
         """The walk of a question over this image, not yet begun; ``budget`` is a count."""

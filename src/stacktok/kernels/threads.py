@@ -33,6 +33,13 @@ def _parallel() -> Callable[..., None] | None:
     return run
 
 
+@cache
+def parallel_address() -> int:
+    """Where `GOMP_parallel` is, for compiled code; 0 if there is none."""
+    parallel = _parallel()
+    return 0 if parallel is None else ctypes.cast(parallel, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
+
+
 def beside(tasks: Iterable[Callable[[], object]]) -> None:
     """Run tasks beside each other on as many threads as torch uses; an error in one is raised when all have ended.
 

@@ -1,0 +1,253 @@
+"""A^qv of a question, Eq. (affinity): from the rows of a query to its affinities with all crops of an image.
+
+A question on a prepared image takes about a millisecond, of which calls into libraries, a dozen and more, would be a
+good part: so all of it is one call. Threads take the tokens of all crops in portions, and whoever finishes a crop's
+last portion turns its products into affinities. For this shape, many rows by a few, a general matrix product takes
+about twice as long per core; and here a token's products do not depend on its place or on the number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numba import carray
+from numpy.typing import NDArray
+
+from stacktok.kernels.compiled import Kernel, Region, compiled
+from stacktok.kernels.team import count_up, memory, run_in_team
+from stacktok.kernels.threads import parallel_address
+
+Floats32 = NDArray[np.float32]
+
+# Columns of four rows that stay in a core's first-level cache while all rows of the query pass by.
+_COLUMNS = 1024
+# Tokens that a thread takes at a time; a multiple of four.
+_PORTION = 32
+# Entries of embeddings from which on other threads are worth waking.
+_WORTH_SPLITTING = 1 << 20
+
+# How embeddings are stored.
+_FLOAT32, _BFLOAT16, _FLOAT16 = range(3)
+STORED = {torch.float32: _FLOAT32, torch.bfloat16: _BFLOAT16, torch.float16: _FLOAT16}
+"""Types of embeddings that a question takes as they are."""
+
+# What threads are told of an image: addresses of its embeddings and their lengths, number of tokens, type, and where
+# its result begins.
+_ROWS, _LENGTHS, _TOKENS, _TYPE, _BEGIN = range(5)
+
+_JOB = np.dtype(
+    [
+        ("unit", np.int64),  # addresses of arrays
+        ("images", np.int64),
+        ("counters", np.int64),
+        ("result", np.int64),
+        ("count", np.int64),  # number of images
+        ("m", np.int64),  # rows of the query, and with rows of zeros
+        ("padded", np.int64),
+        ("width", np.int64),
+        ("tau", np.float32),
+        ("scale", np.float32),  # 2^b of the grid
+    ]
+)
+
+
+@compiled
+def _widen(halves, kind, result):  # type: ignore[no-untyped-def]
+    """Bits of bfloat16 or float16 as float32."""
+    bits = result.view(np.uint32)
+    if kind == _BFLOAT16:
+        for p in range(len(halves)):
+            bits[p] = np.uint32(halves[p]) << np.uint32(16)
+    else:
+        for p in range(len(halves)):
+            half = np.uint32(halves[p])
+            bits[p] = ((half & np.uint32(0x8000)) << np.uint32(16)) | ((half & np.uint32(0x7FFF)) << np.uint32(13))
+        # Exponents now stand where float32 has them, too small by the difference of the two types' biases.
+        for p in range(len(halves)):
+            result[p] *= np.float32(2.0**112)
+
+
+@partial(compiled, fastmath={"reassoc", "contract", "nsz"})
+def _add_products(x, first, start, y, begin, width, sums):  # type: ignore[no-untyped-def]
+    """Add y[:, begin:][:, :width] @ x[first : first + 4, start:][:, :width].T; y has a multiple of three rows.
+
+    Four rows by three at a time, whose twelve sums leave a core without AVX-512 four registers for what it reads.
+    """
+    stop, end = start + width, begin + width
+    x0, x1, x2, x3 = x[first, start:stop], x[first + 1, start:stop], x[first + 2, start:stop], x[first + 3, start:stop]
+    for i in range(0, y.shape[0], 3):
+        y0, y1, y2 = y[i, begin:end], y[i + 1, begin:end], y[i + 2, begin:end]
+        zero = np.float32(0)
+        s00, s01, s02 = zero, zero, zero
+        s10, s11, s12 = zero, zero, zero
+        s20, s21, s22 = zero, zero, zero
+        s30, s31, s32 = zero, zero, zero
+        for p in range(width):
+            s00 += x0[p] * y0[p]
+            s01 += x0[p] * y1[p]
+            s02 += x0[p] * y2[p]
+            s10 += x1[p] * y0[p]
+            s11 += x1[p] * y1[p]
+            s12 += x1[p] * y2[p]
+            s20 += x2[p] * y0[p]
+            s21 += x2[p] * y1[p]
+            s22 += x2[p] * y2[p]
+            s30 += x3[p] * y0[p]
+            s31 += x3[p] * y1[p]
+            s32 += x3[p] * y2[p]
+        sums[i, 0] += s00
+        sums[i + 1, 0] += s01
+        sums[i + 2, 0] += s02
+        sums[i, 1] += s10
+        sums[i + 1, 1] += s11
+        sums[i + 2, 1] += s12
+        sums[i, 2] += s20
+        sums[i + 1, 2] += s21
+        sums[i + 2, 2] += s22
+        sums[i, 3] += s30
+        sums[i + 1, 3] += s31
+        sums[i + 2, 3] += s32
+
+
+@compiled
+def _multiply(address, kind, tokens, unit, first, last, block, sums, products):  # type: ignore[no-untyped-def]
+    """Products of the query's rows with tokens first to last, four or more unless there are no more.
+
+    What is left at the end is done as four tokens that overlap the ones before, so that a token's products are the
+    same wherever it stands.
+    """
+    width = unit.shape[1]
+    rows = carray(memory(address), (max(tokens, 4), width), np.float32)
+    halves = carray(memory(address), (max(tokens, 4), width), np.uint16)
+    for place in range(first, last, 4):
+        j = max(min(place, last - 4), 0)
+        sums[:] = 0
+        for start in range(0, width, _COLUMNS):
+            columns = min(_COLUMNS, width - start)
+            if kind == _FLOAT32:
+                _add_products(rows, j, start, unit, start, columns, sums)
+            else:
+                for r in range(4):
+                    _widen(halves[j + r, start : start + columns], kind, block[r])
+                _add_products(block, 0, 0, unit, start, columns, sums)
+        for i in range(products.shape[0]):
+            for r in range(min(4, last - j)):
+                products[i, j + r] = sums[i, r]
+
+
+@partial(compiled, fastmath={"reassoc", "nnan", "nsz"})
+def _softmax_on_grid(products, lengths, tau, scale):  # type: ignore[no-untyped-def]
+    """Replace products by the row softmax of cosines over tau, rounded to the grid."""
+    for i in range(products.shape[0]):
+        row = products[i]
+        highest = np.float32(-np.inf)
+        for j in range(len(row)):
+            row[j] /= lengths[j]
+            highest = max(highest, row[j])
+        # The row maximum goes before the division, so that no temperature is too small.
+        total = 0.0
+        for j in range(len(row)):
+            row[j] = np.exp((row[j] - highest) / tau)
+            total += np.float64(row[j])
+        total32 = np.float32(total)
+        for j in range(len(row)):
+            row[j] = np.rint(row[j] / total32 * scale) / scale
+
+
+@Region
+def _share(address):  # type: ignore[no-untyped-def]
+    """What every thread does: take portions until there are no more."""
+    job = carray(address, (1,), _JOB)[0]
+    counters = carray(memory(job.counters), (job.count + 1,), np.int64)
+    images = carray(memory(job.images), (job.count, 5), np.int64)
+    unit = carray(memory(job.unit), (job.padded, job.width), np.float32)
+    entries = images[job.count - 1, _BEGIN] + job.m * images[job.count - 1, _TOKENS]
+    result = carray(memory(job.result), (entries,), np.float32)
+    block, sums = np.empty((4, _COLUMNS), np.float32), np.empty((job.padded, 4), np.float32)
+    image, passed = 0, 0
+    while True:
+        portion = count_up(counters, 0)
+        while image < job.count and portion >= passed + max(1, images[image, _TOKENS] // _PORTION):
+            passed += max(1, images[image, _TOKENS] // _PORTION)
+            image += 1
+        if image == job.count:
+            return
+        tokens, portions = images[image, _TOKENS], max(1, images[image, _TOKENS] // _PORTION)
+        begin = images[image, _BEGIN]
+        products = result[begin : begin + job.m * tokens].reshape((job.m, tokens))
+        first = (portion - passed) * _PORTION
+        # The last one takes what does not fill a portion.
+        last = tokens if portion - passed == portions - 1 else first + _PORTION
+        _multiply(images[image, _ROWS], images[image, _TYPE], tokens, unit, first, last, block, sums, products)
+        if count_up(counters, image + 1) == portions - 1:
+            lengths = carray(memory(images[image, _LENGTHS]), (tokens,), np.float32)
+            _softmax_on_grid(products, lengths, job.tau, job.scale)
+
+
+@partial(Kernel, fastmath={"reassoc", "contract", "nsz"})
+def _ask(query, floor, tau, scale, images, unit, counters, result, job, parallel, region, threads):  # type: ignore[no-untyped-def]
+    """Bring the query's rows to length one and share the work out; returns the first row without a finite norm, or -1."""
+    for i in range(query.shape[0]):
+        squares = np.float32(0)
+        for p in range(query.shape[1]):
+            squares += query[i, p] * query[i, p]
+        norm = np.sqrt(squares)
+        if not norm < np.inf:
+            return i
+        length = max(norm, floor)
+        for p in range(query.shape[1]):
+            unit[i, p] = query[i, p] / length
+    unit[query.shape[0] :] = 0
+    job[0].unit, job[0].images = unit.ctypes.data, images.ctypes.data
+    job[0].counters, job[0].result = counters.ctypes.data, result.ctypes.data
+    job[0].count, job[0].m = images.shape[0], query.shape[0]
+    job[0].padded, job[0].width = unit.shape
+    job[0].tau, job[0].scale = tau, scale
+    run_in_team(parallel, region, job, threads)
+    return -1
+
+
+def query_affinities(
+    query: Floats32, images: Sequence[tuple[torch.Tensor, torch.Tensor]], floor: float, tau: float, bits: int
+) -> tuple[list[Floats32], int]:
+    """A^qv of one question for every image, (m, n_c), in C order, and the first row without a finite norm, or -1.
+
+    Parameters
+    ----------
+    query
+        Rows of the query, (m, d), m >= 1, in C order.
+    images
+        Embeddings, (n_c, d), of a type in `STORED`, and their lengths, (n_c,), float32; contiguous, in host memory.
+    floor
+        Lower bound of the rows' norms.
+    tau
+        Temperature.
+    bits
+        Of the grid.
+    """
+    m, width = query.shape
+    padded = -(-m // 3) * 3
+    alive, table, begin = [], [], 0
+    for rows, lengths in images:
+        n = len(rows)
+        if n < 4:
+            rows = torch.cat([rows, rows.new_zeros((4 - n, width))])
+            alive.append(rows)
+        table.append((rows.data_ptr(), lengths.data_ptr(), n, STORED[rows.dtype], begin))
+        begin += m * n
+    result = np.empty(begin, dtype=np.float32)
+    unit = np.empty((padded, width), dtype=np.float32)
+    counters, job = np.zeros(len(images) + 1, dtype=np.int64), np.empty(1, dtype=_JOB)
+    threads = torch.get_num_threads() if begin // m * width >= _WORTH_SPLITTING else 1
+    described = np.array(table)
+    smallest = float(np.finfo(np.float32).tiny)
+    bad = _ask(
+        query, np.float32(max(floor, smallest)), np.float32(max(tau, smallest)), np.float32(2.0**bits),
+        described, unit, counters, result, job, parallel_address(), _share.address(), threads,
+    )  # fmt: skip
+    ends = described[:, _BEGIN].tolist() + [begin]
+    return [result[a:b].reshape(m, -1) for a, b in pairwise(ends)], bad
