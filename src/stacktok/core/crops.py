@@ -14,7 +14,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stacktok.core.affinity import query_affinities
 from stacktok.core.budget import Budget, resolve_budget
@@ -149,56 +148,34 @@ def _total(budget: Budget, units: Sequence[Support]) -> int:
 
 def allocate(crops: Sequence[Trajectory], total: int, parameters: Parameters) -> CropSelection:
     """Spend a budget over crops, Eqs. (crop-nominee) and (global), and refine each crop by itself."""
-    from stacktok.kernels.merge import merge
+    from stacktok.kernels.merge import Merge
 
     horizons = [min(total, crop.support.capacity) for crop in crops]
-    limits = horizons if parameters.allocation == "shared" else _quotas(crops, total, horizons, parameters)
+    shared = parameters.allocation == "shared"
+    merge = Merge.of(total, horizons if shared else _quotas(crops, total, horizons, parameters))
+
+    def walk(c: int, length: int) -> None:
+        crops[c].advance(length, horizons[c])
+        crops[c].nominate(merge.tokens[c], merge.gains[c], merge.known[c])
+        merge.known[c] = min(crops[c].length, merge.limits[c])
 
     # Every crop walks to an equal share at once, beside the others; the merge then asks for what it needs beyond.
     share = total // len(crops)
-    beside(partial(crop.advance, min(end, share), end) for crop, end in zip(crops, horizons, strict=True))
-    gains = np.zeros((len(crops), max(horizons)))
-    known, sizes = (np.zeros(len(crops), dtype=np.int64) for _ in range(2))
-    winners = np.empty(total, dtype=np.int64)
+    beside(partial(walk, c, min(limit, share)) for c, limit in enumerate(merge.limits.tolist()))
     step = 0
-    while (step := merge(gains, known, np.array(limits), sizes, winners, step)) < total:
+    while (step := merge.spend(step)) < total:
         # To where a crop gets if it goes on winning as often as until now, and a little further.
-        ahead = np.minimum(sizes * total // max(1, step) + _STRIDE, limits)
-        beside(
-            partial(crop.advance, int(ahead[c]), horizons[c]) for c, crop in enumerate(crops) if ahead[c] > crop.length
-        )
-        for c, crop in enumerate(crops):
-            known[c] = crop.length
-            gains[c, : crop.length] = crop.nominee_gains()
-    return _record(crops, winners, sizes.tolist(), limits, parameters)
-
-
-def _record(
-    crops: Sequence[Trajectory],
-    winners: NDArray[np.int64],
-    sizes: list[int],
-    limits: list[int],
-    parameters: Parameters,
-) -> CropSelection:
-    total, count = len(winners), len(crops)
-    tokens = np.full((total, count), -1, dtype=np.int64)
-    gains = np.full((total, count), np.nan)
-    for c, crop in enumerate(crops):
-        # Size of the crop before every step; its nominee is the token at that place of its own run.
-        before = np.cumsum(winners == c) - (winners == c)
-        active = before < limits[c]
-        if crop.length:
-            tokens[active, c] = crop.order[before[active]]
-            gains[active, c] = crop.nominee_gains()[before[active]]
-    quotas = "" if parameters.allocation == "shared" else f'allocation="{parameters.allocation}"'
-    selections = tuple(crop.record(size) for crop, size in zip(crops, sizes, strict=True))
+        ahead = np.minimum(merge.sizes * total // max(1, step) + _STRIDE, merge.limits).tolist()
+        beside(partial(walk, c, length) for c, length in enumerate(ahead) if length > merge.known[c])
+    selections = tuple(crop.record(size) for crop, size in zip(crops, merge.sizes.tolist(), strict=True))
+    tokens = merge.nominees[np.arange(total), merge.winners]
     return CropSelection(
         k=total,
         crops=selections,
-        order=tuple(zip(winners.tolist(), tokens[np.arange(total), winners].tolist(), strict=True)),
-        nominees=tokens,
-        nominee_gain=gains,
-        _not_anytime=selections[0]._not_anytime or quotas,
+        order=tuple(zip(merge.winners.tolist(), tokens.tolist(), strict=True)),
+        nominees=merge.nominees,
+        nominee_gain=merge.nominee_gain,
+        _not_anytime=selections[0]._not_anytime or ("" if shared else f'allocation="{parameters.allocation}"'),
     )
 
 
@@ -206,10 +183,12 @@ def _quotas(crops: Sequence[Trajectory], total: int, horizons: list[int], parame
     """Fixed shares of the budget: equal, or proportional to the first nominee's gain."""
     weights = [Fraction(1)] * len(crops)
     if parameters.allocation == "proportional":
+        token, gain = np.empty(1, dtype=np.int64), np.zeros(1)
         for c, crop in enumerate(crops):
             if horizons[c]:
                 crop.advance(1, horizons[c])
-            weights[c] = Fraction(float(crop.nominee_gains()[0])) if horizons[c] else Fraction(0)
+                crop.nominate(token, gain, 0)
+            weights[c] = Fraction(float(gain[0])) if horizons[c] else Fraction(0)
         if not any(weights):
             weights = [Fraction(1)] * len(crops)
     capacities = [crop.support.capacity for crop in crops]

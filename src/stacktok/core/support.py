@@ -28,6 +28,8 @@ def strictness(query_affinity: Affinity, parameters: Parameters) -> float:
         return float(parameters.beta_max)
     if n == 1:
         return float(parameters.beta_min)
+    from stacktok.kernels.entropy import row_entropies
+
     entropy = float(row_entropies(query_affinity, parameters.entropy_floor).sum()) / (m * math.log(n))
     return float(min(max(entropy, parameters.beta_min), parameters.beta_max))
 
@@ -50,16 +52,6 @@ def relevance_depth(parameters: Parameters, rows: int, budget: int) -> int | Non
     if parameters.relevance_depth == "auto":
         return max(1, -(-budget // max(1, rows)))
     return parameters.relevance_depth
-
-
-def row_entropies(query_affinity: Affinity, floor: float) -> NDArray[np.float64]:
-    """H_i of Eq. (beta) for every row of the query, (m,)."""
-    a = query_affinity.astype(np.float64)
-    terms = np.maximum(a, floor)
-    np.log(terms, out=terms)
-    terms *= a
-    entropies: NDArray[np.float64] = -terms.sum(axis=1)
-    return entropies
 
 
 def target_sums(reference_sums: NDArray[np.float64], beta: float) -> NDArray[np.float64]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -70,16 +71,20 @@ class Trajectory:
         self.m, self.n = query_affinity.shape
         self.budget = budget
         self.depth = relevance_depth(parameters, self.m, budget)
-        self.strictness = strictness(query_affinity, parameters)
-        self._walk: Walk = support.backend.walk(
-            support.ground,
-            query_affinity,
-            support.eligible,
-            _rule(self.m, parameters),
-            self.depth,
-            parameters.alpha,
-        )
         self._horizon = 0
+
+    # Both wait until they are needed, so that crops get them beside each other.
+    @cached_property
+    def strictness(self) -> float:
+        """Beta of Eq. (beta)."""
+        return strictness(self.query_affinity, self.parameters)
+
+    @cached_property
+    def _walk(self) -> Walk:
+        support, rule = self.support, _rule(self.m, self.parameters)
+        return support.backend.walk(
+            support.ground, self.query_affinity, support.eligible, rule, self.depth, self.parameters.alpha
+        )
 
     def advance(self, k: int, horizon: int | None = None) -> None:
         """Walk to at least k tokens; ``horizon`` is the size whose target `target="final"` holds throughout."""
@@ -106,13 +111,13 @@ class Trajectory:
         """Tokens in order of selection, as far as walked."""
         return self._walk.order[: self._walk.length]
 
-    def nominee_gains(self) -> Floats:
-        """The gain h = Delta_R + Delta_C of every token walked, Eq. (crop-nominee)."""
-        end = self._walk.length + 1
-        relevance: Floats = np.diff(self._walk.relevance_sums[:end])
-        coverage: Floats = np.diff(self._walk.coverage_sums[:end])
-        gains: Floats = relevance / max(1, self.m) + coverage / self.n
-        return gains
+    def nominate(self, tokens: NDArray[np.int64], gains: Floats, first: int) -> None:
+        """Write the tokens walked, from ``first`` on, and their gains h, Eq. (crop-nominee), to their places."""
+        from stacktok.kernels.merge import nominee_gains
+
+        walk, last = self._walk, self._walk.length
+        tokens[first:last] = walk.order[first:last]
+        nominee_gains(walk.relevance_sums, walk.coverage_sums, self.m, self.n, gains, first, last)
 
     def record(self, k: int) -> Selection:
         """The record at k tokens, with swaps if the parameters ask for them."""
@@ -125,7 +130,7 @@ class Trajectory:
             k=k,
             indices=np.sort(walk.order[:k]),
             order=walk.order[:k].copy(),
-            criterion=tuple(CRITERIA[code] for code in walk.criterion[:k].tolist()),
+            criterion=tuple(map(CRITERIA.__getitem__, walk.criterion[:k].tolist())),
             bound=walk.bound[:k].copy(),
             relevance=relevance,
             coverage=coverage,

@@ -8,6 +8,7 @@ Updates of millions of entries, which only images of thousands of tokens have, a
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,8 @@ _UNLIMITED = 0
 
 # Entries whose update takes much longer than to hand it to other threads.
 _WORTH_SPLITTING = 1 << 20
+# Entries that are looked at together, to pass over them if none of them counts.
+_STRIP = 64
 # Entries up to which a transposed copy is kept: a pick then reads its column from one place, for twice the memory.
 _WORTH_TURNING = 1 << 22
 
@@ -53,7 +56,7 @@ def _lower_gains(a, rows, count, old, new, gains, first, last):  # type: ignore[
         o0, o1, o2, o3 = entry(old[i0]), entry(old[i1]), entry(old[i2]), entry(old[i3])
         w0, w1, w2, w3 = entry(new[i0]), entry(new[i1]), entry(new[i2]), entry(new[i3])
         a0, a1, a2, a3 = a[i0, first:last], a[i1, first:last], a[i2, first:last], a[i3, first:last]
-        before = (old[i0] + old[i1]) + (old[i2] + old[i3])
+        before = (np.float64(o0) + np.float64(o1)) + (np.float64(o2) + np.float64(o3))
         for j in range(len(part)):
             after01 = np.float64(min(max(a0[j], o0), w0)) + np.float64(min(max(a1[j], o1), w1))
             after23 = np.float64(min(max(a2[j], o2), w2)) + np.float64(min(max(a3[j], o3), w3))
@@ -63,17 +66,22 @@ def _lower_gains(a, rows, count, old, new, gains, first, last):  # type: ignore[
         o, w = entry(old[i]), entry(new[i])
         row = a[i, first:last]
         for j in range(len(part)):
-            part[j] += old[i] - np.float64(min(max(row[j], o), w))
+            part[j] += np.float64(o) - np.float64(min(max(row[j], o), w))
 
 
-@compiled
+@partial(compiled, fastmath={"nnan", "nsz"})
 def _best(gains):  # type: ignore[no-untyped-def]
     """Lowest index of the largest gain; tokens out of play hold minus infinity."""
-    best, token = -np.inf, -1
-    for j in range(len(gains)):
-        if gains[j] > best:
-            best = gains[j]
-            token = j
+    best, token = -np.inf, 0
+    for start in range(0, len(gains), _STRIP):
+        strip = gains[start : start + _STRIP]
+        highest = -np.inf
+        for j in range(len(strip)):
+            highest = max(highest, strip[j])
+        if highest > best:
+            best, token = highest, start
+    while token < len(gains) and gains[token] != best:
+        token += 1
     return token, best
 
 
@@ -124,15 +132,19 @@ def _extend(  # type: ignore[no-untyped-def]
                     token = j
                     break
         coverage = coverage_sums[t]
-        column = columns[token]
-        for i in range(n):
-            a = np.float64(column[i])
-            if a > raised[i]:
-                coverage += a - raised[i]
-                if raised[i] == synced[i]:
-                    stale[stale_count[0]] = i
-                    stale_count[0] += 1
-                raised[i] = a
+        for start in range(0, n, _STRIP):
+            column, high = columns[token, start : start + _STRIP], raised[start : start + _STRIP]
+            above = 0
+            for i in range(len(high)):
+                above |= column[i] > high[i]
+            if above:
+                for i in range(len(high)):
+                    if column[i] > high[i]:
+                        coverage += np.float64(column[i]) - np.float64(high[i])
+                        if high[i] == synced[start + i]:
+                            stale[stale_count[0]] = start + i
+                            stale_count[0] += 1
+                        high[i] = column[i]
         relevance = relevance_sums[t]
         for i in range(m):
             a = np.float64(aq[i, token])
@@ -315,8 +327,8 @@ class CpuWalk:
         relevance_gains = np.where(eligible, _column_sums(query_affinity), -np.inf)
         self._state = (
             eligible.copy(),
-            np.zeros(n),  # row maxima of the kept set
-            np.zeros(n),  # row maxima that the coverage gains account for
+            np.zeros(n, dtype=ground.matrix.dtype),  # row maxima of the kept set
+            np.zeros(n, dtype=ground.matrix.dtype),  # row maxima that the coverage gains account for
             np.empty(n, dtype=np.int64),  # rows on which the two differ
             np.zeros(1, dtype=np.int64),  # how many they are
             coverage_gains,

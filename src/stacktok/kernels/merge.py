@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from stacktok.kernels import Floats, Ints
@@ -9,7 +11,13 @@ from stacktok.kernels.compiled import Kernel
 
 
 @Kernel
-def _merge(gains, known, limits, sizes, winners, step):  # type: ignore[no-untyped-def]
+def _gains(relevance, coverage, rows, n, gains, first, last):  # type: ignore[no-untyped-def]
+    for t in range(first, last):
+        gains[t] = (relevance[t + 1] - relevance[t]) / rows + (coverage[t + 1] - coverage[t]) / n
+
+
+@Kernel
+def _merge(tokens, gains, known, limits, sizes, winners, nominees, nominee_gain, step):  # type: ignore[no-untyped-def]
     while step < len(winners):
         best, winner = -np.inf, -1
         for c in range(len(sizes)):
@@ -17,37 +25,84 @@ def _merge(gains, known, limits, sizes, winners, step):  # type: ignore[no-untyp
             if t < limits[c]:
                 if t >= known[c]:
                     return step
+                nominees[step, c] = tokens[c, t]
+                nominee_gain[step, c] = gains[c, t]
                 if gains[c, t] > best:
                     best = gains[c, t]
                     winner = c
+            else:
+                nominees[step, c] = -1
+                nominee_gain[step, c] = np.nan
         winners[step] = winner
         sizes[winner] += 1
         step += 1
     return step
 
 
-def merge(gains: Floats, known: Ints, limits: Ints, sizes: Ints, winners: Ints, step: int) -> int:
-    """Spend the budget from ``step`` on, as far as all nominees are known; equal gains go to the lowest crop.
+def nominee_gains(relevance: Floats, coverage: Floats, m: int, n: int, gains: Floats, first: int, last: int) -> None:
+    """The gains h = Delta_R + Delta_C of nominees first to last of a crop's run, Eq. (crop-nominee).
 
     Parameters
     ----------
+    relevance, coverage
+        Sums of relevance and coverage along the run.
+    m, n
+        Rows of the query and of A^vv, by which the sums are divided.
     gains
-        h of every crop's nominees in the order of its own run, (L, ...); finite.
+        Where they go.
+    first, last
+        Which.
+    """
+    _gains(relevance, coverage, max(1, m), n, gains, first, last)
+
+
+class Merge(NamedTuple):
+    """A budget of k tokens on its way to L crops.
+
+    Attributes
+    ----------
+    tokens, gains
+        Every crop's nominees in the order of its own run, and their h, finite, (L, ...).
     known
         How many of them are known, (L,).
     limits
         How many tokens a crop may get; together at least the budget, (L,).
     sizes
-        How many it has got; carried on, (L,).
+        How many it has got, (L,).
     winners
-        The crop that every step went to; filled in, (k,).
-    step
-        Steps that are done.
-
-    Returns
-    -------
-    int
-        Steps that are done now: the budget, or where the next nominee of a crop is not known.
+        The crop that every step went to, (k,).
+    nominees, nominee_gain
+        What every crop nominated at every step, and its h; -1 and NaN where it nominated nothing, (k, L).
     """
-    done: int = _merge(gains, known, limits, sizes, winners, step)
-    return done
+
+    tokens: Ints
+    gains: Floats
+    known: Ints
+    limits: Ints
+    sizes: Ints
+    winners: Ints
+    nominees: Ints
+    nominee_gain: Floats
+
+    @classmethod
+    def of(cls, total: int, limits: list[int]) -> Merge:
+        """Nothing spent yet."""
+        count, most = len(limits), max(limits)
+        return cls(
+            tokens=np.empty((count, most), dtype=np.int64),
+            gains=np.empty((count, most)),
+            known=np.zeros(count, dtype=np.int64),
+            limits=np.array(limits),
+            sizes=np.zeros(count, dtype=np.int64),
+            winners=np.empty(total, dtype=np.int64),
+            nominees=np.empty((total, count), dtype=np.int64),
+            nominee_gain=np.empty((total, count)),
+        )
+
+    def spend(self, step: int) -> int:
+        """Spend from ``step`` on, as far as all nominees are known; equal gains go to the lowest crop.
+
+        Returns the steps that are done now: the budget, or where the next nominee of a crop is not known.
+        """
+        done: int = _merge(*self, step)
+        return done
