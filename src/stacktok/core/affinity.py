@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -91,10 +92,30 @@ class Embeddings:
         return cls(rows.contiguous(), _floored(norms, norm_epsilon), copies(rows, norms))
 
 
-def query_affinities(
-    query: torch.Tensor, images: Sequence[Embeddings], tau: float, norm_epsilon: float
-) -> list[Affinity]:
-    """A^qv of Eq. (affinity), shape (m, n), of one question for several images or crops.
+class QuerySide(NamedTuple):
+    """What a question brings to an image or a crop.
+
+    Attributes
+    ----------
+    affinity
+        A^qv, (m, n); m may be 0.
+    entropies
+        H_i of its rows, Eq. (beta), (m,).
+    """
+
+    affinity: Affinity
+    entropies: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, affinity: Affinity, entropy_floor: float) -> QuerySide:
+        """Of a matrix on its grid."""
+        from stacktok.kernels.entropy import row_entropies
+
+        return cls(affinity, row_entropies(affinity, entropy_floor))
+
+
+def query_sides(query: torch.Tensor, images: Sequence[Embeddings], parameters: Parameters) -> list[QuerySide]:
+    """A^qv of Eq. (affinity), and the entropies of its rows, of one question for several images or crops.
 
     Parameters
     ----------
@@ -102,23 +123,29 @@ def query_affinities(
         Embeddings of the query's tokens, (m, d); m may be 0.
     images
         The images' side.
-    tau
-        Temperature, tau_t.
-    norm_epsilon
-        Lower bound of the norms.
+    parameters
+        Temperature tau_t, and the floors of norms and entropies.
     """
     types = {query.dtype, *(image.rows.dtype for image in images)}
     if len(query) and query.device.type == "cpu" and torch.float64 not in types:
         from stacktok.kernels import question
 
         rows = query if query.dtype == torch.float32 else query.float()
-        pairs = [(image.rows, image.lengths) for image in images]
-        found, bad = question.query_affinities(rows.contiguous().numpy(), pairs, norm_epsilon, tau, grid_bits(len(rows)))
+        found, bad = question.query_affinities(
+            rows.contiguous().numpy(),
+            [(image.rows, image.lengths) for image in images],
+            parameters.tau_query,
+            grid_bits(len(rows)),
+            parameters.norm_epsilon,
+            parameters.entropy_floor,
+        )
         if bad >= 0:
             raise _no_norm(rows, bad, "query")
-        return found
-    unit = query.to(_working_type(query)) / _floored(row_norms(query, "query"), norm_epsilon)[:, None]
-    return [_query_affinity(unit, image, tau) for image in images]
+        return [QuerySide(*side) for side in found]
+    norms = _floored(row_norms(query, "query"), parameters.norm_epsilon)
+    unit = query.to(norms.dtype) / norms[:, None]
+    affinities = (_query_affinity(unit, image, parameters.tau_query) for image in images)
+    return [QuerySide.of(affinity, parameters.entropy_floor) for affinity in affinities]
 
 
 def _query_affinity(unit: torch.Tensor, image: Embeddings, tau: float) -> Affinity:
@@ -221,11 +248,11 @@ def affinities(
     tuple
         A^qv, (m, n), and A^vv, (n, n).
     """
-    Parameters(tau_query=tau_query, tau_vision=tau_vision, norm_epsilon=norm_epsilon)
+    parameters = Parameters(tau_query=tau_query, tau_vision=tau_vision, norm_epsilon=norm_epsilon)
     x, z, q = check_features(vision, projected, query)
     a_vv = vision_affinity(x, tau_vision, norm_epsilon, row_norms(x, "vision"))
     embeddings = Embeddings.of(z, norm_epsilon, "projected")
-    return query_affinities(q, [embeddings], tau_query, norm_epsilon)[0], a_vv
+    return query_sides(q, [embeddings], parameters)[0].affinity, a_vv
 
 
 def check_features(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stacktok.core.affinity import query_affinities
+from stacktok.core.affinity import query_sides
 from stacktok.core.budget import Budget, resolve_budget
 from stacktok.core.inputs import Array, Eligible, check_same_device
 from stacktok.core.parameters import Parameters, Settings
@@ -79,10 +79,8 @@ class PreparedCrops:
         parameters = question_parameters(self.parameters, dict(settings))
         total = _total(budget, [crop.support for crop in self.crops])
         question, embeddings = self.crops[0].question(query), [crop.embeddings for crop in self.crops]
-        found = query_affinities(question, embeddings, parameters.tau_query, parameters.norm_epsilon)
-        walks = [
-            Trajectory(crop.support, a_qv, parameters, total) for crop, a_qv in zip(self.crops, found, strict=True)
-        ]
+        sides = query_sides(question, embeddings, parameters)
+        walks = [Trajectory(crop.support, side, parameters, total) for crop, side in zip(self.crops, sides, strict=True)]
         return allocate(walks, total, parameters)
 
 
@@ -134,7 +132,7 @@ def select_crops_from_affinities(
         given_unit(a_qv, a_vv, eligible, parameters, crop=f"crop {c}: ")
         for c, (a_qv, a_vv, eligible) in enumerate(affinities)
     ]
-    rows = {len(a_qv) for _, a_qv in units}
+    rows = {len(side.affinity) for _, side in units}
     if len(rows) > 1:
         raise ValueError(f"the crops' query affinities have {sorted(rows)} rows; one query serves all crops")
     total = _total(budget, [support for support, _ in units])

@@ -11,10 +11,11 @@ import torch
 from stacktok.core.affinity import (
     Affinity,
     Embeddings,
+    QuerySide,
     check_features,
     check_query,
     given_affinity,
-    query_affinities,
+    query_sides,
     row_norms,
     vision_affinity,
 )
@@ -90,13 +91,13 @@ class PreparedImage:
         parameters
             Whose temperature to use; the image's own by default.
         """
-        tau, norm_epsilon = (parameters or self.parameters).tau_query, self.parameters.norm_epsilon
-        return query_affinities(self.question(query), [self.embeddings], tau, norm_epsilon)[0]
+        return query_sides(self.question(query), [self.embeddings], parameters or self.parameters)[0].affinity
 
     def trajectory(self, query: Array | None, budget: int, parameters: Parameters | None = None) -> Trajectory:
         """The walk of a question over this image, not yet begun; ``budget`` is a count."""
         parameters = parameters or self.parameters
-        return Trajectory(self.support, self.query_affinity(query, parameters), parameters, budget)
+        (side,) = query_sides(self.question(query), [self.embeddings], parameters)
+        return Trajectory(self.support, side, parameters, budget)
 
     def select(self, query: Array | None, budget: Budget, **settings: Unpack[Settings]) -> Selection:
         """Select tokens for a question.
@@ -195,15 +196,15 @@ def select_from_affinities(
         As in `select`; temperatures have no effect.
     """
     parameters = Parameters.of(settings)
-    support, a_qv = given_unit(query_affinity, vision_affinity, eligible, parameters)
+    support, side = given_unit(query_affinity, vision_affinity, eligible, parameters)
     k = resolve_budget(budget, support.n, support.capacity)
-    return finish(Trajectory(support, a_qv, parameters, k))
+    return finish(Trajectory(support, side, parameters, k))
 
 
 def given_unit(
     query_affinity: Array | None, vision_affinity: Array, eligible: Eligible, parameters: Parameters, crop: str = ""
-) -> tuple[Support, Affinity]:
-    """A unit whose affinities a caller hands over, and its A^qv; ``crop`` names it in error messages."""
+) -> tuple[Support, QuerySide]:
+    """A unit whose affinities a caller hands over, and the question's side; ``crop`` names it in error messages."""
     a_vv = given_affinity(vision_affinity, f"{crop}vision_affinity")
     n = a_vv.shape[1]
     if a_vv.shape[0] != n:
@@ -215,7 +216,8 @@ def given_unit(
         a_qv = given_affinity(query_affinity, f"{crop}query_affinity", depth)
     if a_qv.shape[1] != n:
         raise ValueError(f"{crop}query_affinity has {a_qv.shape[1]} columns for {n} tokens; give a matrix (m, n)")
-    return Support(a_vv, eligible_mask(eligible, n), get_backend(parameters.backend)), a_qv
+    support = Support(a_vv, eligible_mask(eligible, n), get_backend(parameters.backend))
+    return support, QuerySide.of(a_qv, parameters.entropy_floor)
 
 
 def finish(trajectory: Trajectory) -> Selection:

@@ -7,30 +7,29 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from stacktok.core.affinity import Affinity
 from stacktok.core.parameters import Parameters
 
 
-def strictness(query_affinity: Affinity, parameters: Parameters) -> float:
+def strictness(entropies: NDArray[np.float64], n: int, parameters: Parameters) -> float:
     """Beta of Eq. (beta), from the normalised mean entropy of the query's rows.
 
     Parameters
     ----------
-    query_affinity
-        A^qv, (m, n). m = 0 gives beta_max, and n = 1 with a query gives beta_min.
+    entropies
+        Of the rows of A^qv, (m,). m = 0 gives beta_max, and n = 1 with a query gives beta_min.
+    n
+        Number of encoded positions.
     parameters
-        Clipping range, entropy floor, or a fixed strictness.
+        Clipping range, or a fixed strictness.
     """
-    m, n = query_affinity.shape
     if parameters.strictness is not None:
         return float(parameters.strictness)
+    m = len(entropies)
     if m == 0:
         return float(parameters.beta_max)
     if n == 1:
         return float(parameters.beta_min)
-    from stacktok.kernels.entropy import row_entropies
-
-    entropy = float(row_entropies(query_affinity, parameters.entropy_floor).sum()) / (m * math.log(n))
+    entropy = float(entropies.sum()) / (m * math.log(n))
     return float(min(max(entropy, parameters.beta_min), parameters.beta_max))
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stacktok.core.affinity import Affinity
+from stacktok.core.affinity import Affinity, QuerySide
 from stacktok.core.coverage import coverage_sum
 from stacktok.core.inputs import Mask
 from stacktok.core.parameters import Parameters
@@ -58,33 +57,29 @@ class Trajectory:
     ----------
     support
         The unit.
-    query_affinity
-        A^qv, (m, n), on its grid; m = 0 selects by coverage throughout.
+    query
+        The question's side; m = 0 selects by coverage throughout.
     parameters
         Checked parameters.
     budget
         How many tokens are to be kept in the end, over all crops if the unit is one of several.
     """
 
-    def __init__(self, support: Support, query_affinity: Affinity, parameters: Parameters, budget: int) -> None:
-        self.support, self.query_affinity, self.parameters = support, query_affinity, parameters
-        self.m, self.n = query_affinity.shape
+    def __init__(self, support: Support, query: QuerySide, parameters: Parameters, budget: int) -> None:
+        self.support, self.query_affinity, self.parameters = support, query.affinity, parameters
+        self.m, self.n = query.affinity.shape
         self.budget = budget
         self.depth = relevance_depth(parameters, self.m, budget)
-        self._horizon = 0
-
-    # Both wait until they are needed, so that crops get them beside each other.
-    @cached_property
-    def strictness(self) -> float:
-        """Beta of Eq. (beta)."""
-        return strictness(self.query_affinity, self.parameters)
-
-    @cached_property
-    def _walk(self) -> Walk:
-        support, rule = self.support, _rule(self.m, self.parameters)
-        return support.backend.walk(
-            support.ground, self.query_affinity, support.eligible, rule, self.depth, self.parameters.alpha
+        self.strictness = strictness(query.entropies, self.n, parameters)
+        self._walk: Walk = support.backend.walk(
+            support.ground,
+            query.affinity,
+            support.eligible,
+            _rule(self.m, parameters),
+            self.depth,
+            parameters.alpha,
         )
+        self._horizon = 0
 
     def advance(self, k: int, horizon: int | None = None) -> None:
         """Walk to at least k tokens; ``horizon`` is the size whose target `target="final"` holds throughout."""

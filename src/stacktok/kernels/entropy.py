@@ -6,17 +6,22 @@ import numpy as np
 
 from stacktok.core.affinity import Affinity
 from stacktok.kernels import Floats
-from stacktok.kernels.compiled import Kernel
+from stacktok.kernels.compiled import Kernel, compiled
+
+
+@compiled
+def entropy(row, floor):  # type: ignore[no-untyped-def]
+    """-sum a log max(a, floor) over a row."""
+    total = 0.0
+    for a in row:
+        total -= np.float64(a) * np.log(max(np.float64(a), floor))
+    return total
 
 
 @Kernel
 def _row_entropies(affinity, floor, entropies):  # type: ignore[no-untyped-def]
     for i in range(affinity.shape[0]):
-        total = 0.0
-        for j in range(affinity.shape[1]):
-            a = np.float64(affinity[i, j])
-            total -= a * np.log(max(a, floor))
-        entropies[i] = total
+        entropies[i] = entropy(affinity[i], floor)
 
 
 def row_entropies(affinity: Affinity, floor: float) -> Floats:

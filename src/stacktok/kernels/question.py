@@ -1,8 +1,8 @@
 """A^qv of a question, Eq. (affinity): from the rows of a query to its affinities with all crops of an image.
 
 A question on a prepared image takes about a millisecond, of which calls into libraries, a dozen and more, would be a
-good part: so all of it is one call. Threads take the tokens of all crops in portions, and whoever finishes a crop's
-last portion turns its products into affinities. For this shape, many rows by a few, a general matrix product takes
+good part: so all of it is one call, the entropies of the rows included. Threads take the tokens of all crops in
+portions, and then the rows that products have to be turned into affinities for. For this shape, many rows by a few, a general matrix product takes
 about twice as long per core; and here a token's products do not depend on its place or on the number of threads.
 """
 
@@ -17,8 +17,10 @@ import torch
 from numba import carray
 from numpy.typing import NDArray
 
+from stacktok.kernels import Floats
 from stacktok.kernels.compiled import Kernel, Region, compiled
-from stacktok.kernels.team import count_up, memory, run_in_team
+from stacktok.kernels.entropy import entropy
+from stacktok.kernels.team import count_of, count_up, memory, run_in_team
 from stacktok.kernels.threads import parallel_address
 
 Floats32 = NDArray[np.float32]
@@ -35,9 +37,13 @@ _FLOAT32, _BFLOAT16, _FLOAT16 = range(3)
 STORED = {torch.float32: _FLOAT32, torch.bfloat16: _BFLOAT16, torch.float16: _FLOAT16}
 """Types of embeddings that a question takes as they are."""
 
+_SMALLEST = float(np.finfo(np.float32).tiny)
+
 # What threads are told of an image: addresses of its embeddings and their lengths, number of tokens, type, and where
 # its result begins.
 _ROWS, _LENGTHS, _TOKENS, _TYPE, _BEGIN = range(5)
+# What threads count together: portions taken, rows taken, and from there on the portions done of every image.
+_PORTIONS, _ROWS_TAKEN, _DONE = range(3)
 
 _JOB = np.dtype(
     [
@@ -45,12 +51,14 @@ _JOB = np.dtype(
         ("images", np.int64),
         ("counters", np.int64),
         ("result", np.int64),
+        ("entropies", np.int64),
         ("count", np.int64),  # number of images
         ("m", np.int64),  # rows of the query, and with rows of zeros
         ("padded", np.int64),
         ("width", np.int64),
         ("tau", np.float32),
         ("scale", np.float32),  # 2^b of the grid
+        ("floor", np.float64),  # of what logarithms are taken of
     ]
 )
 
@@ -140,57 +148,81 @@ def _multiply(address, kind, tokens, unit, first, last, block, sums, products): 
 
 
 @partial(compiled, fastmath={"reassoc", "nnan", "nsz"})
-def _softmax_on_grid(products, lengths, tau, scale):  # type: ignore[no-untyped-def]
-    """Replace products by the row softmax of cosines over tau, rounded to the grid."""
-    for i in range(products.shape[0]):
-        row = products[i]
-        highest = np.float32(-np.inf)
-        for j in range(len(row)):
-            row[j] /= lengths[j]
-            highest = max(highest, row[j])
-        # The row maximum goes before the division, so that no temperature is too small.
-        total = 0.0
-        for j in range(len(row)):
-            row[j] = np.exp((row[j] - highest) / tau)
-            total += np.float64(row[j])
-        total32 = np.float32(total)
-        for j in range(len(row)):
-            row[j] = np.rint(row[j] / total32 * scale) / scale
+def _softmax_on_grid(row, lengths, tau, scale):  # type: ignore[no-untyped-def]
+    """Replace products by the softmax of cosines over tau, rounded to the grid."""
+    highest = np.float32(-np.inf)
+    for j in range(len(row)):
+        row[j] /= lengths[j]
+        highest = max(highest, row[j])
+    # The maximum goes before the division, so that no temperature is too small.
+    total = 0.0
+    for j in range(len(row)):
+        row[j] = np.exp((row[j] - highest) / tau)
+        total += np.float64(row[j])
+    sum32 = np.float32(total)
+    for j in range(len(row)):
+        row[j] = np.rint(row[j] / sum32 * scale) / scale
+
+
+@compiled
+def _portions(tokens):  # type: ignore[no-untyped-def]
+    return max(1, tokens // _PORTION)
+
+
+@compiled
+def _tokens_of(portion, tokens):  # type: ignore[no-untyped-def]
+    """First and last token of a portion; the last portion takes what does not fill one."""
+    first = portion * _PORTION
+    return first, tokens if portion == _portions(tokens) - 1 else first + _PORTION
 
 
 @Region
 def _share(address):  # type: ignore[no-untyped-def]
-    """What every thread does: take portions until there are no more."""
+    """What every thread does: take portions of tokens, then rows of affinities, until there are no more."""
     job = carray(address, (1,), _JOB)[0]
-    counters = carray(memory(job.counters), (job.count + 1,), np.int64)
+    counters = carray(memory(job.counters), (job.count + 2,), np.int64)
     images = carray(memory(job.images), (job.count, 5), np.int64)
     unit = carray(memory(job.unit), (job.padded, job.width), np.float32)
     entries = images[job.count - 1, _BEGIN] + job.m * images[job.count - 1, _TOKENS]
     result = carray(memory(job.result), (entries,), np.float32)
+    entropies = carray(memory(job.entropies), (job.count, job.m), np.float64)
     block, sums = np.empty((4, _COLUMNS), np.float32), np.empty((job.padded, 4), np.float32)
     image, passed = 0, 0
     while True:
-        portion = count_up(counters, 0)
-        while image < job.count and portion >= passed + max(1, images[image, _TOKENS] // _PORTION):
-            passed += max(1, images[image, _TOKENS] // _PORTION)
+        portion = count_up(counters, _PORTIONS)
+        while image < job.count and portion >= passed + _portions(images[image, _TOKENS]):
+            passed += _portions(images[image, _TOKENS])
             image += 1
         if image == job.count:
-            return
-        tokens, portions = images[image, _TOKENS], max(1, images[image, _TOKENS] // _PORTION)
+            break
+        tokens = images[image, _TOKENS]
+        first, last = _tokens_of(portion - passed, tokens)
         begin = images[image, _BEGIN]
         products = result[begin : begin + job.m * tokens].reshape((job.m, tokens))
-        first = (portion - passed) * _PORTION
-        # The last one takes what does not fill a portion.
-        last = tokens if portion - passed == portions - 1 else first + _PORTION
         _multiply(images[image, _ROWS], images[image, _TYPE], tokens, unit, first, last, block, sums, products)
-        if count_up(counters, image + 1) == portions - 1:
-            lengths = carray(memory(images[image, _LENGTHS]), (tokens,), np.float32)
-            _softmax_on_grid(products, lengths, job.tau, job.scale)
+        count_up(counters, _DONE + image)
+    while True:
+        row = count_up(counters, _ROWS_TAKEN)
+        if row >= job.count * job.m:
+            return
+        image, i = row // job.m, row % job.m
+        tokens = images[image, _TOKENS]
+        # Another thread may be at its last portion.
+        while count_of(counters, _DONE + image) < _portions(tokens):
+            pass
+        begin = images[image, _BEGIN] + i * tokens
+        affinities = result[begin : begin + tokens]
+        lengths = carray(memory(images[image, _LENGTHS]), (tokens,), np.float32)
+        _softmax_on_grid(affinities, lengths, job.tau, job.scale)
+        entropies[image, i] = entropy(affinities, job.floor)
 
 
 @partial(Kernel, fastmath={"reassoc", "contract", "nsz"})
-def _ask(query, floor, tau, scale, images, unit, counters, result, job, parallel, region, threads):  # type: ignore[no-untyped-def]
-    """Bring the query's rows to length one and share the work out; returns the first row without a finite norm, or -1."""
+def _ask(  # type: ignore[no-untyped-def]
+    query, norm_floor, tau, scale, entropy_floor, images, unit, counters, result, entropies, job, parallel, region,
+    threads,
+):  # fmt: skip
+    """Bring the query's rows to length one and share the rest; returns the first row without a finite norm, or -1."""
     for i in range(query.shape[0]):
         squares = np.float32(0)
         for p in range(query.shape[1]):
@@ -198,23 +230,31 @@ def _ask(query, floor, tau, scale, images, unit, counters, result, job, parallel
         norm = np.sqrt(squares)
         if not norm < np.inf:
             return i
-        length = max(norm, floor)
+        length = max(norm, norm_floor)
         for p in range(query.shape[1]):
             unit[i, p] = query[i, p] / length
     unit[query.shape[0] :] = 0
-    job[0].unit, job[0].images = unit.ctypes.data, images.ctypes.data
-    job[0].counters, job[0].result = counters.ctypes.data, result.ctypes.data
-    job[0].count, job[0].m = images.shape[0], query.shape[0]
-    job[0].padded, job[0].width = unit.shape
-    job[0].tau, job[0].scale = tau, scale
+    task = job[0]
+    task.unit, task.images, task.counters = unit.ctypes.data, images.ctypes.data, counters.ctypes.data
+    task.result, task.entropies = result.ctypes.data, entropies.ctypes.data
+    task.count, task.m = entropies.shape
+    task.padded, task.width = unit.shape
+    task.tau, task.scale, task.floor = tau, scale, entropy_floor
     run_in_team(parallel, region, job, threads)
     return -1
 
 
 def query_affinities(
-    query: Floats32, images: Sequence[tuple[torch.Tensor, torch.Tensor]], floor: float, tau: float, bits: int
-) -> tuple[list[Floats32], int]:
-    """A^qv of one question for every image, (m, n_c), in C order, and the first row without a finite norm, or -1.
+    query: Floats32,
+    images: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    tau: float,
+    bits: int,
+    norm_floor: float,
+    entropy_floor: float,
+) -> tuple[list[tuple[Floats32, Floats]], int]:
+    """A^qv of one question for every image, (m, n_c), in C order, and the entropies of its rows, (m,).
+
+    Beside them the first row of the query without a finite norm, or -1; if there is one, the rest is not computed.
 
     Parameters
     ----------
@@ -222,32 +262,31 @@ def query_affinities(
         Rows of the query, (m, d), m >= 1, in C order.
     images
         Embeddings, (n_c, d), of a type in `STORED`, and their lengths, (n_c,), float32; contiguous, in host memory.
-    floor
-        Lower bound of the rows' norms.
     tau
         Temperature.
     bits
         Of the grid.
+    norm_floor, entropy_floor
+        Lower bounds of the query's norms, and of what logarithms are taken of.
     """
     m, width = query.shape
-    padded = -(-m // 3) * 3
-    alive, table, begin = [], [], 0
+    alive, table, end = [], [], 0
     for rows, lengths in images:
         n = len(rows)
         if n < 4:
             rows = torch.cat([rows, rows.new_zeros((4 - n, width))])
             alive.append(rows)
-        table.append((rows.data_ptr(), lengths.data_ptr(), n, STORED[rows.dtype], begin))
-        begin += m * n
-    result = np.empty(begin, dtype=np.float32)
-    unit = np.empty((padded, width), dtype=np.float32)
-    counters, job = np.zeros(len(images) + 1, dtype=np.int64), np.empty(1, dtype=_JOB)
-    threads = torch.get_num_threads() if begin // m * width >= _WORTH_SPLITTING else 1
-    described = np.array(table)
-    smallest = float(np.finfo(np.float32).tiny)
+        table.append((rows.data_ptr(), lengths.data_ptr(), n, STORED[rows.dtype], end))
+        end += m * n
+    unit = np.empty((-(-m // 3) * 3, width), dtype=np.float32)
+    result, entropies = np.empty(end, dtype=np.float32), np.empty((len(images), m))
+    counters, job = np.zeros(len(images) + _DONE, dtype=np.int64), np.empty(1, dtype=_JOB)
+    threads = torch.get_num_threads() if end // m * width >= _WORTH_SPLITTING else 1
     bad = _ask(
-        query, np.float32(max(floor, smallest)), np.float32(max(tau, smallest)), np.float32(2.0**bits),
-        described, unit, counters, result, job, parallel_address(), _share.address(), threads,
+        query, np.float32(max(norm_floor, _SMALLEST)), np.float32(max(tau, _SMALLEST)), np.float32(2.0**bits),
+        float(entropy_floor), np.array(table), unit, counters, result, entropies, job, parallel_address(),
+        _share.address(), threads,
     )  # fmt: skip
-    ends = described[:, _BEGIN].tolist() + [begin]
-    return [result[a:b].reshape(m, -1) for a, b in pairwise(ends)], bad
+    begins = [entry[_BEGIN] for entry in table]
+    found = [result[a:b].reshape(m, -1) for a, b in pairwise([*begins, end])]
+    return list(zip(found, entropies, strict=True)), bad

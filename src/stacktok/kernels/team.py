@@ -37,6 +37,17 @@ def count_up(_, counters, index):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def count_of(_, counters, index):  # type: ignore[no-untyped-def]
+    """An entry of an array that `count_up` changes in other threads; what they wrote before can be read after."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        return builder.load_atomic(builder.gep(array.data, [arguments[1]]), "acquire", 8)
+
+    return types.int64(counters, types.int64), generate
+
+
+@intrinsic
 def run_in_team(_, parallel, function, data, workers):  # type: ignore[no-untyped-def]
     """Run a `Region` in a team of threads, each with the address of ``data``'s first entry.
 
