@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,7 +21,6 @@ from stacktok.core.parameters import Parameters, Settings
 from stacktok.core.record import CropSelection
 from stacktok.core.selection import PreparedImage, given_unit, question_parameters
 from stacktok.core.trajectory import Support, Trajectory
-from stacktok.kernels.threads import beside
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -152,19 +150,19 @@ def allocate(crops: Sequence[Trajectory], total: int, parameters: Parameters) ->
     shared = parameters.allocation == "shared"
     merge = Merge.of(total, horizons if shared else _quotas(crops, total, horizons, parameters))
 
-    def walk(c: int, length: int) -> None:
-        crops[c].advance(length, horizons[c])
-        crops[c].nominate(merge.tokens[c], merge.gains[c], merge.known[c])
-        merge.known[c] = min(crops[c].length, merge.limits[c])
+    def walk(lengths: list[int]) -> None:
+        Trajectory.advance_together(crops, lengths, horizons)
+        for c, crop in enumerate(crops):
+            crop.nominate(merge.tokens[c], merge.gains[c], merge.known[c])
+            merge.known[c] = crop.length
 
-    # Every crop walks to an equal share at once, beside the others; the merge then asks for what it needs beyond.
+    # Every crop walks to an equal share at once; the merge then asks for what it needs beyond.
     share = total // len(crops)
-    beside(partial(walk, c, min(limit, share)) for c, limit in enumerate(merge.limits.tolist()))
+    walk([min(limit, share) for limit in merge.limits.tolist()])
     step = 0
     while (step := merge.spend(step)) < total:
         # To where a crop gets if it goes on winning as often as until now, and a little further.
-        ahead = np.minimum(merge.sizes * total // max(1, step) + _STRIDE, merge.limits).tolist()
-        beside(partial(walk, c, length) for c, length in enumerate(ahead) if length > merge.known[c])
+        walk(np.minimum(merge.sizes * total // max(1, step) + _STRIDE, merge.limits).tolist())
     selections = tuple(crop.record(size) for crop, size in zip(crops, merge.sizes.tolist(), strict=True))
     tokens = merge.nominees[np.arange(total), merge.winners]
     return CropSelection(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -49,6 +51,16 @@ class Support:
                 self._chain.extend(k, np.zeros(k))
             return self._chain.coverage_sums[: k + 1]
 
+    @staticmethod
+    def extend_references(units: Sequence[Support], sizes: Sequence[int]) -> None:
+        """Extend the chains of several units beside each other, for `reference` to read."""
+        with ExitStack() as held:
+            for unit in units:
+                held.enter_context(unit._extending)
+            chains = [unit._chain for unit in units]
+            if any(chain.length < size for chain, size in zip(chains, sizes, strict=True)):
+                units[0].backend.extend(chains, sizes, [np.zeros(size) for size in sizes])
+
 
 class Trajectory:
     """One question's walk over a unit, extended as far as anyone asks.
@@ -86,6 +98,18 @@ class Trajectory:
         self._horizon = k if horizon is None else horizon
         if k > self._walk.length:
             self._walk.extend(k, self.targets(k))
+
+    @staticmethod
+    def advance_together(
+        walks: Sequence[Trajectory], lengths: Sequence[int], horizons: Sequence[int]
+    ) -> None:
+        """`advance` several units beside each other."""
+        final = walks[0].parameters.target == "final"
+        Support.extend_references([walk.support for walk in walks], horizons if final else lengths)
+        for walk, horizon in zip(walks, horizons, strict=True):
+            walk._horizon = horizon
+        targets = [walk.targets(length) for walk, length in zip(walks, lengths, strict=True)]
+        walks[0].support.backend.extend([walk._walk for walk in walks], lengths, targets)
 
     def targets(self, k: int) -> Floats:
         """N theta_t for t = 0..k, Eq. (support-target)."""

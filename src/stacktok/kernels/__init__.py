@@ -6,6 +6,7 @@ on matrices in device memory, given the targets that `stacktok.core` computes fo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -83,6 +84,9 @@ class Backend(Protocol):
         alpha
             Exchange rate of `Rule.SCALARIZED`.
         """
+
+    def extend(self, walks: Sequence[Any], lengths: Sequence[int], targets: Sequence[Floats]) -> None:
+        """Continue several of this backend's walks, each as by `Walk.extend`, beside each other where that is faster."""
 
     def refine(
         self,

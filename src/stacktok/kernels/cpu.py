@@ -8,17 +8,20 @@ Updates of millions of entries, which only images of thousands of tokens have, a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numba import carray
 
 from stacktok.core.affinity import Affinity
 from stacktok.core.inputs import Mask
 from stacktok.kernels import CRITERIA, Floats, Ints, Rule
-from stacktok.kernels.compiled import Kernel, compiled
-from stacktok.kernels.threads import over_ranges
+from stacktok.kernels.compiled import Kernel, Region, compiled
+from stacktok.kernels.team import count_up, memory, run_in_team
+from stacktok.kernels.threads import over_ranges, parallel_address
 
 _GATED, _RELEVANCE, _COVERAGE, _SCALARIZED = (int(rule) for rule in Rule)
 _BY_RELEVANCE, _BY_COVERAGE, _BY_SUM, _BY_INDEX = range(len(CRITERIA))
@@ -39,6 +42,36 @@ def _add_columns(a, sums, first, last):  # type: ignore[no-untyped-def]
         row = a[i, first:last]
         for j in range(len(part)):
             part[j] += np.float64(row[j])
+
+
+@Kernel
+def _begin(  # type: ignore[no-untyped-def]
+    av, columns, sums, aq, eligible, order, criterion, bound, relevance_sums, coverage_sums, candidates, raised, synced,
+    stale, stale_count, coverage_gains, relevance_gains, largest, threshold, lowered, places,
+):  # fmt: skip
+    """The state of the empty set; ``places`` notes where all of it is."""
+    relevance_sums[0] = coverage_sums[0] = 0.0
+    stale_count[0] = 0
+    candidates[:] = eligible
+    raised[:] = 0
+    synced[:] = 0
+    largest[:] = 0.0
+    threshold[:] = 0.0
+    lowered[:] = 0.0
+    coverage_gains[:] = sums
+    for j in range(len(eligible)):
+        if not eligible[j]:
+            coverage_gains[j] = -np.inf
+            relevance_gains[j] = -np.inf
+    place = places[0]
+    place.av, place.columns, place.aq = av.ctypes.data, columns.ctypes.data, aq.ctypes.data
+    place.order, place.criterion, place.bound = order.ctypes.data, criterion.ctypes.data, bound.ctypes.data
+    place.relevance_sums, place.coverage_sums = relevance_sums.ctypes.data, coverage_sums.ctypes.data
+    place.candidates, place.raised, place.synced = candidates.ctypes.data, raised.ctypes.data, synced.ctypes.data
+    place.stale, place.stale_count = stale.ctypes.data, stale_count.ctypes.data
+    place.coverage_gains, place.relevance_gains = coverage_gains.ctypes.data, relevance_gains.ctypes.data
+    place.largest, place.threshold, place.lowered = largest.ctypes.data, threshold.ctypes.data, lowered.ctypes.data
+    place.n, place.m, place.capacity, place.levels = len(av), len(aq), len(order), largest.shape[1]
 
 
 @compiled
@@ -85,8 +118,8 @@ def _best(gains):  # type: ignore[no-untyped-def]
     return token, best
 
 
-@Kernel
-def _extend(  # type: ignore[no-untyped-def]
+@compiled
+def _steps(  # type: ignore[no-untyped-def]
     av, columns, aq, rule, depth, alpha, targets, start, stop, order, criterion, bound, relevance_sums, coverage_sums,
     candidates, raised, synced, stale, stale_count, coverage_gains, relevance_gains, largest, threshold, lowered,
 ):  # fmt: skip
@@ -170,6 +203,74 @@ def _extend(  # type: ignore[no-untyped-def]
         relevance_sums[t + 1] = relevance
         coverage_sums[t + 1] = coverage
     return stop
+
+
+_extend = Kernel(_steps)
+
+_WALK = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            # Addresses of arrays, in the order in which they are handed to `_steps`.
+            "av", "columns", "aq", "order", "criterion", "bound", "relevance_sums", "coverage_sums", "candidates",
+            "raised", "synced", "stale", "stale_count", "coverage_gains", "relevance_gains", "largest", "threshold",
+            "lowered",
+            # Sizes, and from where to where to go.
+            "n", "m", "capacity", "levels", "rule", "depth", "start", "stop",
+        )
+    ]
+    + [("alpha", np.float64)]
+)  # fmt: skip
+_TEAM = np.dtype([(name, np.int64) for name in ("walks", "targets", "counter", "count", "steps")])
+
+
+@Region
+def _share(address):  # type: ignore[no-untyped-def]
+    """What every thread does: take walks and extend them, until there are no more."""
+    team = carray(address, (1,), _TEAM)[0]
+    walks = carray(memory(team.walks), (team.count,), _WALK)
+    targets = carray(memory(team.targets), (team.count, team.steps), np.float64)
+    counter = carray(memory(team.counter), (1,), np.int64)
+    while True:
+        c = count_up(counter, 0)
+        if c >= team.count:
+            return
+        w = walks[c]
+        n, m, capacity = w.n, w.m, w.capacity
+        w.start = _steps(
+            carray(memory(w.av), (n, n), np.float32),
+            carray(memory(w.columns), (n, n), np.float32),
+            carray(memory(w.aq), (m, n), np.float32),
+            w.rule,
+            w.depth,
+            w.alpha,
+            targets[c],
+            w.start,
+            w.stop,
+            carray(memory(w.order), (capacity,), np.int64),
+            carray(memory(w.criterion), (capacity,), np.int8),
+            carray(memory(w.bound), (capacity,), np.bool_),
+            carray(memory(w.relevance_sums), (capacity + 1,), np.float64),
+            carray(memory(w.coverage_sums), (capacity + 1,), np.float64),
+            carray(memory(w.candidates), (n,), np.bool_),
+            carray(memory(w.raised), (n,), np.float32),
+            carray(memory(w.synced), (n,), np.float32),
+            carray(memory(w.stale), (n,), np.int64),
+            carray(memory(w.stale_count), (1,), np.int64),
+            carray(memory(w.coverage_gains), (n,), np.float64),
+            carray(memory(w.relevance_gains), (n,), np.float64),
+            carray(memory(w.largest), (m, w.levels), np.float64),
+            carray(memory(w.threshold), (m,), np.float64),
+            carray(memory(w.lowered), (m,), np.float64),
+        )
+
+
+@Kernel
+def _extend_together(walks, targets, counter, job, parallel, region, threads):  # type: ignore[no-untyped-def]
+    team = job[0]
+    team.walks, team.targets, team.counter = walks.ctypes.data, targets.ctypes.data, counter.ctypes.data
+    team.count, team.steps = targets.shape
+    run_in_team(parallel, region, job, threads)
 
 
 @compiled
@@ -312,44 +413,55 @@ class CpuWalk:
         depth: int | None,
         alpha: float,
     ) -> None:
-        n, m = len(ground.matrix), len(query_affinity)
-        capacity = int(eligible.sum())
+        matrix, columns, sums = ground
+        n, m = len(matrix), len(query_affinity)
+        capacity = int(np.count_nonzero(eligible))
+        # A depth that no set reaches is an unlimited one.
+        levels = _UNLIMITED if depth is None or depth > capacity else depth
         self.length = 0
         self.order = np.empty(capacity, dtype=np.int64)
         self.criterion = np.empty(capacity, dtype=np.int8)
-        self.bound = np.zeros(capacity, dtype=np.bool_)
-        self.relevance_sums = np.zeros(capacity + 1)
-        self.coverage_sums = np.zeros(capacity + 1)
-        # A depth that no set reaches is an unlimited one.
-        levels = _UNLIMITED if depth is None or depth > capacity else depth
-        self._fixed = (ground.matrix, ground.columns, query_affinity, int(rule), levels, float(alpha))
-        coverage_gains = np.where(eligible, ground.sums, -np.inf)
-        relevance_gains = np.where(eligible, _column_sums(query_affinity), -np.inf)
+        self.bound = np.empty(capacity, dtype=np.bool_)
+        self.relevance_sums, self.coverage_sums = np.empty(capacity + 1), np.empty(capacity + 1)
+        self._fixed = (matrix, columns, query_affinity, int(rule), levels, float(alpha))
+        self._record = (self.order, self.criterion, self.bound, self.relevance_sums, self.coverage_sums)
         self._state = (
-            eligible.copy(),
-            np.zeros(n, dtype=ground.matrix.dtype),  # row maxima of the kept set
-            np.zeros(n, dtype=ground.matrix.dtype),  # row maxima that the coverage gains account for
+            np.empty(n, dtype=np.bool_),  # candidates
+            np.empty(n, dtype=matrix.dtype),  # row maxima of the kept set
+            np.empty(n, dtype=matrix.dtype),  # row maxima that the coverage gains account for
             np.empty(n, dtype=np.int64),  # rows on which the two differ
-            np.zeros(1, dtype=np.int64),  # how many they are
-            coverage_gains,
-            relevance_gains,
-            np.zeros((m, max(1, levels))),  # largest kept affinities of every query row
-            np.zeros(m),  # the smallest of them: what a token must exceed
-            np.zeros(m),
+            np.empty(1, dtype=np.int64),  # how many they are
+            np.empty(n),  # gains of coverage
+            _column_sums(query_affinity),  # gains of relevance
+            np.empty((m, max(1, levels))),  # largest kept affinities of every query row
+            np.empty(m),  # the smallest of them: what a token must exceed
+            np.empty(m),
         )
+        self.places = np.empty(1, dtype=_WALK)
+        _begin(matrix, columns, sums, query_affinity, eligible, *self._record, *self._state, self.places)
 
     def extend(self, length: int, targets: Floats) -> None:
         if length <= self.length:
             return
-        record = (self.order, self.criterion, self.bound, self.relevance_sums, self.coverage_sums)
-        self.length = _extend(*self._fixed, targets, self.length, length, *record, *self._state)
-        affinity, n = self._fixed[0], len(self._fixed[0])
-        _, raised, synced, stale, stale_count, coverage_gains = self._state[:6]
+        self.length = _extend(*self._fixed, targets, self.length, length, *self._record, *self._state)
         while self.length < length:
-            over_ranges(n, _lower_gains, affinity, stale, int(stale_count[0]), synced, raised, coverage_gains)
-            synced[:] = raised
-            stale_count[0] = 0
-            self.length = _extend(*self._fixed, targets, self.length, length, *record, *self._state)
+            self._split_update()
+            self.length = _extend(*self._fixed, targets, self.length, length, *self._record, *self._state)
+
+    def _split_update(self) -> None:
+        """Bring coverage gains up to date on all cores."""
+        affinity = self._fixed[0]
+        _, raised, synced, stale, stale_count, coverage_gains = self._state[:6]
+        rows = (stale, int(stale_count[0]), synced, raised)
+        over_ranges(len(affinity), _lower_gains, affinity, *rows, coverage_gains)
+        synced[:] = raised
+        stale_count[0] = 0
+
+    @property
+    def plain(self) -> bool:
+        """Whether all matrices are what `_share` takes them for."""
+        matrices = self._fixed[:3]
+        return all(matrix.dtype == np.float32 and matrix.flags.c_contiguous for matrix in matrices)
 
 
 class CpuBackend:
@@ -373,6 +485,23 @@ class CpuBackend:
         alpha: float,
     ) -> CpuWalk:
         return CpuWalk(ground, query_affinity, eligible, rule, depth, alpha)
+
+    def extend(self, walks: Sequence[CpuWalk], lengths: Sequence[int], targets: Sequence[Floats]) -> None:
+        shorter = [c for c, walk in enumerate(walks) if walk.length < lengths[c]]
+        together = [c for c in shorter if walks[c].plain] if len(shorter) > 1 else []
+        if together:
+            places = np.concatenate([walks[c].places for c in together])
+            aims = np.empty((len(together), max(lengths[c] for c in together)))
+            for place, aim, c in zip(places, aims, together, strict=True):
+                _, _, _, place["rule"], place["depth"], place["alpha"] = walks[c]._fixed
+                place["start"], place["stop"] = walks[c].length, lengths[c]
+                aim[: lengths[c]] = targets[c][: lengths[c]]
+            team = (np.zeros(1, dtype=np.int64), np.empty(1, dtype=_TEAM))
+            _extend_together(places, aims, *team, parallel_address(), _share.address(), torch.get_num_threads())
+            for c, reached in zip(together, places["start"].tolist(), strict=True):
+                walks[c].length = reached
+        for c in shorter:
+            walks[c].extend(lengths[c], targets[c])
 
     def refine(
         self,

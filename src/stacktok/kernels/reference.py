@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -89,6 +91,10 @@ class ReferenceBackend:
         alpha: float,
     ) -> ReferenceWalk:
         return ReferenceWalk(ground, query_affinity, eligible, rule, depth, alpha)
+
+    def extend(self, walks: Sequence[ReferenceWalk], lengths: Sequence[int], targets: Sequence[Floats]) -> None:
+        for walk, length, aims in zip(walks, lengths, targets, strict=True):
+            walk.extend(length, aims)
 
     def refine(
         self,
