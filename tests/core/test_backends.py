@@ -79,7 +79,8 @@ def test_an_update_that_is_split_over_cores_changes_nothing(monkeypatch):
     extend, over_ranges, splits = cpu._extend, cpu.over_ranges, []
 
     def one_step(*arguments):
-        return extend(*arguments[:8], arguments[7] + 1, *arguments[9:])
+        *fixed, start, _ = arguments
+        return extend(*fixed, start, start + 1)
 
     def counted(*arguments):
         splits.append(arguments)

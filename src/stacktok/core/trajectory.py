@@ -150,7 +150,7 @@ class Trajectory:
             indices=np.sort(walk.order[:k]),
             order=walk.order[:k].copy(),
             criterion=tuple(map(CRITERIA.__getitem__, walk.criterion[:k].tolist())),
-            bound=walk.bound[:k].copy(),
+            bound=walk.bound[:k].astype(np.bool_),
             relevance=relevance,
             coverage=coverage,
             reference=self.support.reference(k) / self.n,

@@ -36,13 +36,14 @@ CRITERIA = ("relevance", "coverage", "scalarized", "fill")
 class Walk(Protocol):
     """A greedy selection in progress on one image: Algorithm 1, as far as it has been extended.
 
-    Arrays grow with the walk; the first ``length`` entries (``length + 1`` for sums) are valid.
+    Arrays grow with the walk; the first ``length`` entries (``length + 1`` for sums) are valid. ``bound`` is 1 where
+    the gate called for coverage.
     """
 
     length: int
     order: Ints
-    criterion: NDArray[np.int8]
-    bound: Mask
+    criterion: Ints
+    bound: Ints
     relevance_sums: Floats
     coverage_sums: Floats
 

@@ -35,7 +35,7 @@ _STRIP = 64
 _WORTH_TURNING = 1 << 22
 
 
-@Kernel
+@compiled
 def _add_columns(a, sums, first, last):  # type: ignore[no-untyped-def]
     part = sums[first:last]
     for i in range(a.shape[0]):
@@ -44,62 +44,35 @@ def _add_columns(a, sums, first, last):  # type: ignore[no-untyped-def]
             part[j] += np.float64(row[j])
 
 
-@Kernel
-def _begin(  # type: ignore[no-untyped-def]
-    av, columns, sums, aq, eligible, order, criterion, bound, relevance_sums, coverage_sums, candidates, raised, synced,
-    stale, stale_count, coverage_gains, relevance_gains, largest, threshold, lowered, places,
-):  # fmt: skip
-    """The state of the empty set; ``places`` notes where all of it is."""
-    relevance_sums[0] = coverage_sums[0] = 0.0
-    stale_count[0] = 0
-    candidates[:] = eligible
-    raised[:] = 0
-    synced[:] = 0
-    largest[:] = 0.0
-    threshold[:] = 0.0
-    lowered[:] = 0.0
-    coverage_gains[:] = sums
-    for j in range(len(eligible)):
-        if not eligible[j]:
-            coverage_gains[j] = -np.inf
-            relevance_gains[j] = -np.inf
-    place = places[0]
-    place.av, place.columns, place.aq = av.ctypes.data, columns.ctypes.data, aq.ctypes.data
-    place.order, place.criterion, place.bound = order.ctypes.data, criterion.ctypes.data, bound.ctypes.data
-    place.relevance_sums, place.coverage_sums = relevance_sums.ctypes.data, coverage_sums.ctypes.data
-    place.candidates, place.raised, place.synced = candidates.ctypes.data, raised.ctypes.data, synced.ctypes.data
-    place.stale, place.stale_count = stale.ctypes.data, stale_count.ctypes.data
-    place.coverage_gains, place.relevance_gains = coverage_gains.ctypes.data, relevance_gains.ctypes.data
-    place.largest, place.threshold, place.lowered = largest.ctypes.data, threshold.ctypes.data, lowered.ctypes.data
-    place.n, place.m, place.capacity, place.levels = len(av), len(aq), len(order), largest.shape[1]
-
-
 @compiled
-def _lower_gains(a, rows, count, old, new, gains, first, last):  # type: ignore[no-untyped-def]
-    """Gains after thresholds of ``count`` rows rose from old to new: [a - old]_+ - [a - new]_+ is lost per row.
+def _lower(row, old, new, gains):  # type: ignore[no-untyped-def]
+    """Gains after a row's threshold rose from old to new: [a - old]_+ - [a - new]_+ is lost.
 
     That is a, clamped to old and new, less old. Thresholds are entries of the matrix or 0, so that its own type holds
     them and clamping is exact there; sums and differences are taken in float64.
     """
+    for j in range(len(gains)):
+        gains[j] += np.float64(old) - np.float64(min(max(row[j], old), new))
+
+
+@compiled
+def _lower_gains(a, stale, old, new, gains, first, last):  # type: ignore[no-untyped-def]
+    """`_lower` for all stale rows, whose number comes first: four at a time, and the rest one by one."""
     part = gains[first:last]
-    entry = a.dtype.type
-    whole = count - count % 4
-    for q in range(0, whole, 4):
-        i0, i1, i2, i3 = rows[q], rows[q + 1], rows[q + 2], rows[q + 3]
-        o0, o1, o2, o3 = entry(old[i0]), entry(old[i1]), entry(old[i2]), entry(old[i3])
-        w0, w1, w2, w3 = entry(new[i0]), entry(new[i1]), entry(new[i2]), entry(new[i3])
+    whole = 1 + stale[0] // 4 * 4
+    for q in range(1, whole, 4):
+        i0, i1, i2, i3 = stale[q], stale[q + 1], stale[q + 2], stale[q + 3]
+        o0, o1, o2, o3 = old[i0], old[i1], old[i2], old[i3]
+        w0, w1, w2, w3 = new[i0], new[i1], new[i2], new[i3]
         a0, a1, a2, a3 = a[i0, first:last], a[i1, first:last], a[i2, first:last], a[i3, first:last]
         before = (np.float64(o0) + np.float64(o1)) + (np.float64(o2) + np.float64(o3))
         for j in range(len(part)):
             after01 = np.float64(min(max(a0[j], o0), w0)) + np.float64(min(max(a1[j], o1), w1))
             after23 = np.float64(min(max(a2[j], o2), w2)) + np.float64(min(max(a3[j], o3), w3))
             part[j] += before - (after01 + after23)
-    for q in range(whole, count):
-        i = rows[q]
-        o, w = entry(old[i]), entry(new[i])
-        row = a[i, first:last]
-        for j in range(len(part)):
-            part[j] += np.float64(o) - np.float64(min(max(row[j], o), w))
+    for q in range(whole, 1 + stale[0]):
+        i = stale[q]
+        _lower(a[i, first:last], old[i], new[i], part)
 
 
 @partial(compiled, fastmath={"nnan", "nsz"})
@@ -119,13 +92,61 @@ def _best(gains):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _steps(  # type: ignore[no-untyped-def]
-    av, columns, aq, rule, depth, alpha, targets, start, stop, order, criterion, bound, relevance_sums, coverage_sums,
-    candidates, raised, synced, stale, stale_count, coverage_gains, relevance_gains, largest, threshold, lowered,
-):  # fmt: skip
+def _state_size(n, m, capacity, depth):  # type: ignore[no-untyped-def]
+    """How much memory a walk needs, in numbers of eight bytes."""
+    return 5 * capacity + 3 + 5 * n + m * (max(1, depth) + 1)
+
+
+@compiled
+def _carve_record(state, capacity):  # type: ignore[no-untyped-def]
+    """What a walk has to show for itself: sums of relevance and coverage, order, criteria, and where the gate bound."""
+    first, second, third, fourth = 2 * capacity + 2, 3 * capacity + 2, 4 * capacity + 2, 5 * capacity + 2
+    return (
+        state[: capacity + 1],
+        state[capacity + 1 : first],
+        state[first:second].view(np.int64),
+        state[second:third].view(np.int64),
+        state[third:fourth].view(np.int64),
+    )
+
+
+@compiled
+def _carve(state, n, m, capacity, depth, entries):  # type: ignore[no-untyped-def]
+    """The rest of a walk's memory; ``entries`` is of the type of A^vv."""
+    levels, end = max(1, depth), 5 * capacity + 2
+    # Rows whose maxima have risen since coverage gains were brought up to date, after their number.
+    stale, end = state[end : end + 1 + n].view(np.int64), end + 1 + n
+    # Gains; tokens out of play hold minus infinity.
+    coverage_gains, end = state[end : end + n], end + n
+    relevance_gains, end = state[end : end + n], end + n
+    # The largest kept affinities of every query row, and the smallest of them: what a token must exceed.
+    largest, end = state[end : end + m * levels].reshape((m, levels)), end + m * levels
+    threshold, end = state[end : end + m], end + m
+    # Row maxima of the kept set, and those that the coverage gains account for.
+    raised, end = state[end : end + n].view(entries.dtype)[:n], end + n
+    synced = state[end : end + n].view(entries.dtype)[:n]
+    return stale, coverage_gains, relevance_gains, largest, threshold, raised, synced
+
+
+@compiled
+def _steps(av, columns, sums, aq, eligible, rule, depth, alpha, capacity, state, targets, start, stop):  # type: ignore[no-untyped-def]
     """Steps of Algorithm 1; returns the step before which an update is worth splitting, or stop."""
     n, m = av.shape[0], aq.shape[0]
-    one_row = np.empty(1, np.int64)
+    relevance_sums, coverage_sums, order, criterion, bound = _carve_record(state, capacity)
+    carved = _carve(state, n, m, capacity, depth, av)
+    stale, coverage_gains, relevance_gains, largest, threshold, raised, synced = carved
+    if start == 0:
+        stale[0] = 0
+        coverage_gains[:] = sums
+        relevance_gains[:] = 0.0
+        _add_columns(aq, relevance_gains, 0, n)
+        for j in range(n):
+            if not eligible[j]:
+                coverage_gains[j] = relevance_gains[j] = -np.inf
+        largest[:] = 0.0
+        threshold[:] = 0.0
+        raised[:] = 0
+        synced[:] = 0
     served = False
     for t in range(start, stop):
         deficit = targets[t] > coverage_sums[t]
@@ -137,20 +158,19 @@ def _steps(  # type: ignore[no-untyped-def]
             if not served:
                 token, by = candidate, _BY_RELEVANCE
         if token < 0 and rule != _RELEVANCE:
-            if stale_count[0] * n >= _WORTH_SPLITTING:
+            if stale[0] * n >= _WORTH_SPLITTING:
                 return t
-            _lower_gains(av, stale, stale_count[0], synced, raised, coverage_gains, 0, n)
-            for q in range(stale_count[0]):
+            _lower_gains(av, stale, synced, raised, coverage_gains, 0, n)
+            for q in range(1, 1 + stale[0]):
                 synced[stale[q]] = raised[stale[q]]
-            stale_count[0] = 0
+            stale[0] = 0
             if rule == _SCALARIZED:
                 highest = 0.0
                 for j in range(n):
-                    if candidates[j]:
-                        score = relevance_gains[j] / max(m, 1) + alpha * (coverage_gains[j] / n)
-                        if score > highest:
-                            highest = score
-                            token, by = j, _BY_SUM
+                    score = relevance_gains[j] / max(m, 1) + alpha * (coverage_gains[j] / n)
+                    if score > highest:
+                        highest = score
+                        token, by = j, _BY_SUM
             else:
                 candidate, gain = _best(coverage_gains)
                 if gain > 0.0:
@@ -161,12 +181,13 @@ def _steps(  # type: ignore[no-untyped-def]
                         token, by = candidate, _BY_RELEVANCE
         if token < 0:
             for j in range(n):
-                if candidates[j]:
+                if relevance_gains[j] > -np.inf:
                     token = j
                     break
         coverage = coverage_sums[t]
-        for start in range(0, n, _STRIP):
-            column, high = columns[token, start : start + _STRIP], raised[start : start + _STRIP]
+        for start_of_strip in range(0, n, _STRIP):
+            strip = slice(start_of_strip, start_of_strip + _STRIP)
+            column, high = columns[token, strip], raised[strip]
             above = 0
             for i in range(len(high)):
                 above |= column[i] > high[i]
@@ -174,9 +195,9 @@ def _steps(  # type: ignore[no-untyped-def]
                 for i in range(len(high)):
                     if column[i] > high[i]:
                         coverage += np.float64(column[i]) - np.float64(high[i])
-                        if high[i] == synced[start + i]:
-                            stale[stale_count[0]] = start + i
-                            stale_count[0] += 1
+                        if high[i] == synced[start_of_strip + i]:
+                            stale[0] += 1
+                            stale[stale[0]] = start_of_strip + i
                         high[i] = column[i]
         relevance = relevance_sums[t]
         for i in range(m):
@@ -189,14 +210,12 @@ def _steps(  # type: ignore[no-untyped-def]
                         largest[i, place] = largest[i, place - 1]
                         place -= 1
                     largest[i, place] = a
-                    lowered[i] = largest[i, depth - 1]
-                    if lowered[i] > threshold[i]:
-                        one_row[0] = i
-                        _lower_gains(aq, one_row, 1, threshold, lowered, relevance_gains, 0, n)
-                        threshold[i] = lowered[i]
-        candidates[token] = False
-        coverage_gains[token] = -np.inf
-        relevance_gains[token] = -np.inf
+                    lowest = largest[i, depth - 1]
+                    if lowest > threshold[i]:
+                        entry = aq.dtype.type
+                        _lower(aq[i], entry(threshold[i]), entry(lowest), relevance_gains)
+                        threshold[i] = lowest
+        coverage_gains[token] = relevance_gains[token] = -np.inf
         order[t] = token
         criterion[t] = by
         bound[t] = deficit and rule == _GATED
@@ -207,21 +226,28 @@ def _steps(  # type: ignore[no-untyped-def]
 
 _extend = Kernel(_steps)
 
+# What threads are told of a walk: addresses and sizes of what `_steps` takes.
 _WALK = np.dtype(
     [
-        (name, np.int64)
+        (name, np.float64 if name == "alpha" else np.int64)
         for name in (
-            # Addresses of arrays, in the order in which they are handed to `_steps`.
-            "av", "columns", "aq", "order", "criterion", "bound", "relevance_sums", "coverage_sums", "candidates",
-            "raised", "synced", "stale", "stale_count", "coverage_gains", "relevance_gains", "largest", "threshold",
-            "lowered",
-            # Sizes, and from where to where to go.
-            "n", "m", "capacity", "levels", "rule", "depth", "start", "stop",
+            "av", "columns", "sums", "aq", "eligible", "rule", "depth", "alpha", "capacity", "state", "targets", "start",
+            "stop", "n", "m",
         )
     ]
-    + [("alpha", np.float64)]
 )  # fmt: skip
-_TEAM = np.dtype([(name, np.int64) for name in ("walks", "targets", "counter", "count", "steps")])
+_TEAM = np.dtype([(name, np.int64) for name in ("walks", "counter", "count")])
+
+
+@Kernel
+def _describe(  # type: ignore[no-untyped-def]
+    walk, av, columns, sums, aq, eligible, rule, depth, alpha, capacity, state, targets, start, stop
+):
+    w = walk[0]
+    w.av, w.columns, w.sums = av.ctypes.data, columns.ctypes.data, sums.ctypes.data
+    w.aq, w.eligible, w.state, w.targets = aq.ctypes.data, eligible.ctypes.data, state.ctypes.data, targets.ctypes.data
+    w.rule, w.depth, w.alpha, w.capacity = rule, depth, alpha, capacity
+    w.start, w.stop, w.n, w.m = start, stop, len(av), len(aq)
 
 
 @Region
@@ -229,47 +255,33 @@ def _share(address):  # type: ignore[no-untyped-def]
     """What every thread does: take walks and extend them, until there are no more."""
     team = carray(address, (1,), _TEAM)[0]
     walks = carray(memory(team.walks), (team.count,), _WALK)
-    targets = carray(memory(team.targets), (team.count, team.steps), np.float64)
     counter = carray(memory(team.counter), (1,), np.int64)
     while True:
         c = count_up(counter, 0)
         if c >= team.count:
             return
         w = walks[c]
-        n, m, capacity = w.n, w.m, w.capacity
         w.start = _steps(
-            carray(memory(w.av), (n, n), np.float32),
-            carray(memory(w.columns), (n, n), np.float32),
-            carray(memory(w.aq), (m, n), np.float32),
+            carray(memory(w.av), (w.n, w.n), np.float32),
+            carray(memory(w.columns), (w.n, w.n), np.float32),
+            carray(memory(w.sums), (w.n,), np.float64),
+            carray(memory(w.aq), (w.m, w.n), np.float32),
+            carray(memory(w.eligible), (w.n,), np.bool_),
             w.rule,
             w.depth,
             w.alpha,
-            targets[c],
+            w.capacity,
+            carray(memory(w.state), (_state_size(w.n, w.m, w.capacity, w.depth),), np.float64),
+            carray(memory(w.targets), (w.stop,), np.float64),
             w.start,
             w.stop,
-            carray(memory(w.order), (capacity,), np.int64),
-            carray(memory(w.criterion), (capacity,), np.int8),
-            carray(memory(w.bound), (capacity,), np.bool_),
-            carray(memory(w.relevance_sums), (capacity + 1,), np.float64),
-            carray(memory(w.coverage_sums), (capacity + 1,), np.float64),
-            carray(memory(w.candidates), (n,), np.bool_),
-            carray(memory(w.raised), (n,), np.float32),
-            carray(memory(w.synced), (n,), np.float32),
-            carray(memory(w.stale), (n,), np.int64),
-            carray(memory(w.stale_count), (1,), np.int64),
-            carray(memory(w.coverage_gains), (n,), np.float64),
-            carray(memory(w.relevance_gains), (n,), np.float64),
-            carray(memory(w.largest), (m, w.levels), np.float64),
-            carray(memory(w.threshold), (m,), np.float64),
-            carray(memory(w.lowered), (m,), np.float64),
         )
 
 
 @Kernel
-def _extend_together(walks, targets, counter, job, parallel, region, threads):  # type: ignore[no-untyped-def]
+def _extend_together(walks, counter, job, parallel, region, threads):  # type: ignore[no-untyped-def]
     team = job[0]
-    team.walks, team.targets, team.counter = walks.ctypes.data, targets.ctypes.data, counter.ctypes.data
-    team.count, team.steps = targets.shape
+    team.walks, team.counter, team.count = walks.ctypes.data, counter.ctypes.data, len(walks)
     run_in_team(parallel, region, job, threads)
 
 
@@ -374,12 +386,15 @@ def _refine(av, aq, kept, eligible, depth, target, epsilon, passes):  # type: ig
     return outs, intos, befores, afters
 
 
+_sum_columns = Kernel(_add_columns)
+
+
 def _column_sums(affinity: Affinity) -> Floats:
     sums = np.zeros(affinity.shape[1])
     if affinity.size >= _WORTH_SPLITTING:
-        over_ranges(len(sums), _add_columns, affinity, sums)
+        over_ranges(len(sums), _sum_columns, affinity, sums)
     else:
-        _add_columns(affinity, sums, 0, len(sums))
+        _sum_columns(affinity, sums, 0, len(sums))
     return sums
 
 
@@ -413,55 +428,38 @@ class CpuWalk:
         depth: int | None,
         alpha: float,
     ) -> None:
-        matrix, columns, sums = ground
-        n, m = len(matrix), len(query_affinity)
-        capacity = int(np.count_nonzero(eligible))
+        n, m, capacity = len(eligible), len(query_affinity), int(np.count_nonzero(eligible))
         # A depth that no set reaches is an unlimited one.
         levels = _UNLIMITED if depth is None or depth > capacity else depth
+        # One piece of memory, which the first step fills: a walk may take a fifth of a millisecond.
+        state = np.empty(_state_size.py_func(n, m, capacity, levels))
+        record = _carve_record.py_func(state, capacity)
+        self.relevance_sums, self.coverage_sums, self.order, self.criterion, self.bound = record
+        self.relevance_sums[0] = self.coverage_sums[0] = 0.0
         self.length = 0
-        self.order = np.empty(capacity, dtype=np.int64)
-        self.criterion = np.empty(capacity, dtype=np.int8)
-        self.bound = np.empty(capacity, dtype=np.bool_)
-        self.relevance_sums, self.coverage_sums = np.empty(capacity + 1), np.empty(capacity + 1)
-        self._fixed = (matrix, columns, query_affinity, int(rule), levels, float(alpha))
-        self._record = (self.order, self.criterion, self.bound, self.relevance_sums, self.coverage_sums)
-        self._state = (
-            np.empty(n, dtype=np.bool_),  # candidates
-            np.empty(n, dtype=matrix.dtype),  # row maxima of the kept set
-            np.empty(n, dtype=matrix.dtype),  # row maxima that the coverage gains account for
-            np.empty(n, dtype=np.int64),  # rows on which the two differ
-            np.empty(1, dtype=np.int64),  # how many they are
-            np.empty(n),  # gains of coverage
-            _column_sums(query_affinity),  # gains of relevance
-            np.empty((m, max(1, levels))),  # largest kept affinities of every query row
-            np.empty(m),  # the smallest of them: what a token must exceed
-            np.empty(m),
-        )
-        self.places = np.empty(1, dtype=_WALK)
-        _begin(matrix, columns, sums, query_affinity, eligible, *self._record, *self._state, self.places)
+        self.steps = (*ground, query_affinity, eligible, int(rule), levels, float(alpha), capacity, state)
 
     def extend(self, length: int, targets: Floats) -> None:
-        if length <= self.length:
-            return
-        self.length = _extend(*self._fixed, targets, self.length, length, *self._record, *self._state)
         while self.length < length:
-            self._split_update()
-            self.length = _extend(*self._fixed, targets, self.length, length, *self._record, *self._state)
+            reached = _extend(*self.steps, targets, self.length, length)
+            if reached < length:
+                self._split_update()
+            self.length = reached
 
     def _split_update(self) -> None:
         """Bring coverage gains up to date on all cores."""
-        affinity = self._fixed[0]
-        _, raised, synced, stale, stale_count, coverage_gains = self._state[:6]
-        rows = (stale, int(stale_count[0]), synced, raised)
-        over_ranges(len(affinity), _lower_gains, affinity, *rows, coverage_gains)
+        matrix, _, _, query_affinity, _, _, levels, _, capacity, state = self.steps
+        sizes = (len(matrix), len(query_affinity), capacity, levels)
+        stale, coverage_gains, _, _, _, raised, synced = _carve.py_func(state, *sizes, matrix)
+        over_ranges(len(matrix), _lower_gains, matrix, stale, synced, raised, coverage_gains)
         synced[:] = raised
-        stale_count[0] = 0
+        stale[0] = 0
 
     @property
     def plain(self) -> bool:
-        """Whether all matrices are what `_share` takes them for."""
-        matrices = self._fixed[:3]
-        return all(matrix.dtype == np.float32 and matrix.flags.c_contiguous for matrix in matrices)
+        """Whether its matrices are what `_share` takes them for."""
+        matrix, columns, _, query_affinity = self.steps[:4]
+        return all(one.dtype == np.float32 and one.flags.c_contiguous for one in (matrix, columns, query_affinity))
 
 
 class CpuBackend:
@@ -490,15 +488,11 @@ class CpuBackend:
         shorter = [c for c, walk in enumerate(walks) if walk.length < lengths[c]]
         together = [c for c in shorter if walks[c].plain] if len(shorter) > 1 else []
         if together:
-            places = np.concatenate([walks[c].places for c in together])
-            aims = np.empty((len(together), max(lengths[c] for c in together)))
-            for place, aim, c in zip(places, aims, together, strict=True):
-                _, _, _, place["rule"], place["depth"], place["alpha"] = walks[c]._fixed
-                place["start"], place["stop"] = walks[c].length, lengths[c]
-                aim[: lengths[c]] = targets[c][: lengths[c]]
-            team = (np.zeros(1, dtype=np.int64), np.empty(1, dtype=_TEAM))
-            _extend_together(places, aims, *team, parallel_address(), _share.address(), torch.get_num_threads())
-            for c, reached in zip(together, places["start"].tolist(), strict=True):
+            team, counter, job = np.empty(len(together), dtype=_WALK), np.zeros(1, dtype=np.int64), np.empty(1, _TEAM)
+            for place, c in enumerate(together):
+                _describe(team[place : place + 1], *walks[c].steps, targets[c], walks[c].length, lengths[c])
+            _extend_together(team, counter, job, parallel_address(), _share.address(), torch.get_num_threads())
+            for c, reached in zip(together, team["start"].tolist(), strict=True):
                 walks[c].length = reached
         for c in shorter:
             walks[c].extend(lengths[c], targets[c])

@@ -32,8 +32,8 @@ class ReferenceWalk:
         capacity = int(eligible.sum())
         self.length = 0
         self.order = np.empty(capacity, dtype=np.int64)
-        self.criterion = np.empty(capacity, dtype=np.int8)
-        self.bound = np.zeros(capacity, dtype=np.bool_)
+        self.criterion = np.empty(capacity, dtype=np.int64)
+        self.bound = np.zeros(capacity, dtype=np.int64)
         self.relevance_sums = np.zeros(capacity + 1)
         self.coverage_sums = np.zeros(capacity + 1)
 
