@@ -150,19 +150,22 @@ def allocate(crops: Sequence[Trajectory], total: int, parameters: Parameters) ->
     shared = parameters.allocation == "shared"
     merge = Merge.of(total, horizons if shared else _quotas(crops, total, horizons, parameters))
 
-    def walk(lengths: list[int]) -> None:
-        Trajectory.advance_together(crops, lengths, horizons)
-        for c, crop in enumerate(crops):
-            crop.nominate(merge.tokens[c], merge.gains[c], merge.known[c])
-            merge.known[c] = crop.length
+    def walk(lengths: dict[int, int]) -> None:
+        some = [crops[c] for c in lengths]
+        Trajectory.advance_together(some, list(lengths.values()), [horizons[c] for c in lengths])
+        for c in lengths:
+            crops[c].nominate(merge.tokens[c], merge.gains[c], merge.known[c])
+            merge.known[c] = crops[c].length
 
     # Every crop walks to an equal share at once; the merge then asks for what it needs beyond.
-    share = total // len(crops)
-    walk([min(limit, share) for limit in merge.limits.tolist()])
+    limits, share = merge.limits.tolist(), total // len(crops)
+    walk({c: min(limit, share) for c, limit in enumerate(limits)})
     step = 0
     while (step := merge.spend(step)) < total:
         # To where a crop gets if it goes on winning as often as until now, and a little further.
-        walk(np.minimum(merge.sizes * total // max(1, step) + _STRIDE, merge.limits).tolist())
+        ahead = [size * total // max(1, step) for size in merge.sizes.tolist()]
+        known = merge.known.tolist()
+        walk({c: min(ahead[c] + _STRIDE, limits[c]) for c in range(len(crops)) if known[c] <= min(ahead[c], limits[c] - 1)})
     selections = tuple(crop.record(size) for crop, size in zip(crops, merge.sizes.tolist(), strict=True))
     tokens = merge.nominees[np.arange(total), merge.winners]
     return CropSelection(

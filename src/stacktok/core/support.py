@@ -29,7 +29,7 @@ def strictness(entropies: NDArray[np.float64], n: int, parameters: Parameters) -
         return float(parameters.beta_max)
     if n == 1:
         return float(parameters.beta_min)
-    entropy = float(entropies.sum()) / (m * math.log(n))
+    entropy = math.fsum(entropies.tolist()) / (m * math.log(n))
     return float(min(max(entropy, parameters.beta_min), parameters.beta_max))
 
 

@@ -54,12 +54,13 @@ class Support:
     @staticmethod
     def extend_references(units: Sequence[Support], sizes: Sequence[int]) -> None:
         """Extend the chains of several units beside each other, for `reference` to read."""
-        with ExitStack() as held:
-            for unit in units:
-                held.enter_context(unit._extending)
-            chains = [unit._chain for unit in units]
-            if any(chain.length < size for chain, size in zip(chains, sizes, strict=True)):
-                units[0].backend.extend(chains, sizes, [np.zeros(size) for size in sizes])
+        short = [(unit, k) for unit, k in zip(units, sizes, strict=True) if k > unit._chain.length]
+        if short:
+            with ExitStack() as held:
+                for unit, _ in short:
+                    held.enter_context(unit._extending)
+                chains, lengths = [unit._chain for unit, _ in short], [k for _, k in short]
+                units[0].backend.extend(chains, lengths, [np.zeros(k) for k in lengths])
 
 
 class Trajectory:
@@ -100,9 +101,7 @@ class Trajectory:
             self._walk.extend(k, self.targets(k))
 
     @staticmethod
-    def advance_together(
-        walks: Sequence[Trajectory], lengths: Sequence[int], horizons: Sequence[int]
-    ) -> None:
+    def advance_together(walks: Sequence[Trajectory], lengths: Sequence[int], horizons: Sequence[int]) -> None:
         """`advance` several units beside each other."""
         final = walks[0].parameters.target == "final"
         Support.extend_references([walk.support for walk in walks], horizons if final else lengths)

@@ -9,18 +9,19 @@ Updates of millions of entries, which only images of thousands of tokens have, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numba import carray
+from numpy.typing import NDArray
 
 from stacktok.core.affinity import Affinity
 from stacktok.core.inputs import Mask
 from stacktok.kernels import CRITERIA, Floats, Ints, Rule
 from stacktok.kernels.compiled import Kernel, Region, compiled
-from stacktok.kernels.team import count_up, memory, run_in_team
+from stacktok.kernels.team import count_of, count_up, memory, run_in_team
 from stacktok.kernels.threads import over_ranges, parallel_address
 
 _GATED, _RELEVANCE, _COVERAGE, _SCALARIZED = (int(rule) for rule in Rule)
@@ -226,62 +227,75 @@ def _steps(av, columns, sums, aq, eligible, rule, depth, alpha, capacity, state,
 
 _extend = Kernel(_steps)
 
-# What threads are told of a walk: addresses and sizes of what `_steps` takes.
+# What threads are told of a walk: addresses and sizes of what `_steps` takes, and whether a thread is at it.
 _WALK = np.dtype(
     [
         (name, np.float64 if name == "alpha" else np.int64)
         for name in (
-            "av", "columns", "sums", "aq", "eligible", "rule", "depth", "alpha", "capacity", "state", "targets", "start",
-            "stop", "n", "m",
+            "av", "columns", "sums", "aq", "eligible", "rule", "depth", "alpha", "capacity", "state", "n", "m", "start",
+            "stop",
         )
     ]
 )  # fmt: skip
-_TEAM = np.dtype([(name, np.int64) for name in ("walks", "counter", "count")])
+_TEAM = np.dtype([(name, np.int64) for name in ("walks", "targets", "counters", "count", "steps")])
+# Parts in which a walk is taken, so that five walks keep two threads busy to the end.
+_PARTS = 4
 
 
 @Kernel
-def _describe(  # type: ignore[no-untyped-def]
-    walk, av, columns, sums, aq, eligible, rule, depth, alpha, capacity, state, targets, start, stop
-):
+def _describe(av, columns, sums, aq, eligible, rule, depth, alpha, capacity, state, walk):  # type: ignore[no-untyped-def]
     w = walk[0]
     w.av, w.columns, w.sums = av.ctypes.data, columns.ctypes.data, sums.ctypes.data
-    w.aq, w.eligible, w.state, w.targets = aq.ctypes.data, eligible.ctypes.data, state.ctypes.data, targets.ctypes.data
-    w.rule, w.depth, w.alpha, w.capacity = rule, depth, alpha, capacity
-    w.start, w.stop, w.n, w.m = start, stop, len(av), len(aq)
+    w.aq, w.eligible, w.state = aq.ctypes.data, eligible.ctypes.data, state.ctypes.data
+    w.rule, w.depth, w.alpha, w.capacity, w.n, w.m = rule, depth, alpha, capacity, len(av), len(aq)
 
 
 @Region
 def _share(address):  # type: ignore[no-untyped-def]
-    """What every thread does: take walks and extend them, until there are no more."""
+    """What every thread does: take parts of walks and extend them, until there are no more."""
     team = carray(address, (1,), _TEAM)[0]
     walks = carray(memory(team.walks), (team.count,), _WALK)
-    counter = carray(memory(team.counter), (1,), np.int64)
+    targets = carray(memory(team.targets), (team.count, team.steps), np.float64)
+    # Parts taken, and from there on the parts done of every walk.
+    counters = carray(memory(team.counters), (1 + team.count,), np.int64)
     while True:
-        c = count_up(counter, 0)
-        if c >= team.count:
+        taken = count_up(counters, 0)
+        if taken >= _PARTS * team.count:
             return
+        c, part = taken % team.count, taken // team.count
+        # Another thread may be at the part before.
+        while count_of(counters, 1 + c) < part:
+            pass
         w = walks[c]
-        w.start = _steps(
-            carray(memory(w.av), (w.n, w.n), np.float32),
-            carray(memory(w.columns), (w.n, w.n), np.float32),
-            carray(memory(w.sums), (w.n,), np.float64),
-            carray(memory(w.aq), (w.m, w.n), np.float32),
-            carray(memory(w.eligible), (w.n,), np.bool_),
-            w.rule,
-            w.depth,
-            w.alpha,
-            w.capacity,
-            carray(memory(w.state), (_state_size(w.n, w.m, w.capacity, w.depth),), np.float64),
-            carray(memory(w.targets), (w.stop,), np.float64),
-            w.start,
-            w.stop,
-        )
+        stop = w.start + (w.stop - w.start) // (_PARTS - part)
+        if stop > w.start:
+            reached = _steps(
+                carray(memory(w.av), (w.n, w.n), np.float32),
+                carray(memory(w.columns), (w.n, w.n), np.float32),
+                carray(memory(w.sums), (w.n,), np.float64),
+                carray(memory(w.aq), (w.m, w.n), np.float32),
+                carray(memory(w.eligible), (w.n,), np.bool_),
+                w.rule,
+                w.depth,
+                w.alpha,
+                w.capacity,
+                carray(memory(w.state), (_state_size(w.n, w.m, w.capacity, w.depth),), np.float64),
+                targets[c],
+                w.start,
+                stop,
+            )
+            if reached < stop:
+                # An update is worth all threads: the walk goes on when this team has done its work.
+                w.stop = reached
+            w.start = reached
+        count_up(counters, 1 + c)
 
 
 @Kernel
-def _extend_together(walks, counter, job, parallel, region, threads):  # type: ignore[no-untyped-def]
+def _extend_together(walks, targets, counters, job, parallel, region, threads):  # type: ignore[no-untyped-def]
     team = job[0]
-    team.walks, team.counter, team.count = walks.ctypes.data, counter.ctypes.data, len(walks)
+    team.walks, team.targets, team.counters = walks.ctypes.data, targets.ctypes.data, counters.ctypes.data
+    team.count, team.steps = targets.shape
     run_in_team(parallel, region, job, threads)
 
 
@@ -455,11 +469,15 @@ class CpuWalk:
         synced[:] = raised
         stale[0] = 0
 
-    @property
-    def plain(self) -> bool:
-        """Whether its matrices are what `_share` takes them for."""
+    @cached_property
+    def description(self) -> NDArray[np.void] | None:
+        """What `_share` needs to know, of type `_WALK`, if the matrices are what it takes them for."""
         matrix, columns, _, query_affinity = self.steps[:4]
-        return all(one.dtype == np.float32 and one.flags.c_contiguous for one in (matrix, columns, query_affinity))
+        if not (matrix.dtype == query_affinity.dtype == np.float32 and columns.flags.c_contiguous):
+            return None
+        description = np.empty(1, dtype=_WALK)
+        _describe(*self.steps, description)
+        return description
 
 
 class CpuBackend:
@@ -486,12 +504,17 @@ class CpuBackend:
 
     def extend(self, walks: Sequence[CpuWalk], lengths: Sequence[int], targets: Sequence[Floats]) -> None:
         shorter = [c for c, walk in enumerate(walks) if walk.length < lengths[c]]
-        together = [c for c in shorter if walks[c].plain] if len(shorter) > 1 else []
+        together = [c for c in shorter if walks[c].description is not None] if len(shorter) > 1 else []
         if together:
-            team, counter, job = np.empty(len(together), dtype=_WALK), np.zeros(1, dtype=np.int64), np.empty(1, _TEAM)
-            for place, c in enumerate(together):
-                _describe(team[place : place + 1], *walks[c].steps, targets[c], walks[c].length, lengths[c])
-            _extend_together(team, counter, job, parallel_address(), _share.address(), torch.get_num_threads())
+            team = np.concatenate([walks[c].description for c in together])
+            team["start"] = [walks[c].length for c in together]
+            team["stop"] = [lengths[c] for c in together]
+            aims = np.empty((len(team), max(lengths[c] for c in together)))
+            for aim, c in zip(aims, together, strict=True):
+                aim[: lengths[c]] = targets[c][: lengths[c]]
+            counters, job = np.zeros(1 + len(team), dtype=np.int64), np.empty(1, dtype=_TEAM)
+            threads = min(len(team), torch.get_num_threads())
+            _extend_together(team, aims, counters, job, parallel_address(), _share.address(), threads)
             for c, reached in zip(together, team["start"].tolist(), strict=True):
                 walks[c].length = reached
         for c in shorter:
