@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numba import carray
-from numpy.typing import NDArray
 
 from stacktok.core.affinity import Affinity
 from stacktok.core.inputs import Mask
@@ -66,11 +65,18 @@ def _lower_gains(a, stale, old, new, gains, first, last):  # type: ignore[no-unt
         o0, o1, o2, o3 = old[i0], old[i1], old[i2], old[i3]
         w0, w1, w2, w3 = new[i0], new[i1], new[i2], new[i3]
         a0, a1, a2, a3 = a[i0, first:last], a[i1, first:last], a[i2, first:last], a[i3, first:last]
-        before = (np.float64(o0) + np.float64(o1)) + (np.float64(o2) + np.float64(o3))
-        for j in range(len(part)):
-            after01 = np.float64(min(max(a0[j], o0), w0)) + np.float64(min(max(a1[j], o1), w1))
-            after23 = np.float64(min(max(a2[j], o2), w2)) + np.float64(min(max(a3[j], o3), w3))
-            part[j] += before - (after01 + after23)
+        if max(max(o0, o1), max(o2, o3)) == 0:
+            # Most rows of a walk rise from 0 in one update.
+            for j in range(len(part)):
+                after01 = np.float64(min(a0[j], w0)) + np.float64(min(a1[j], w1))
+                after23 = np.float64(min(a2[j], w2)) + np.float64(min(a3[j], w3))
+                part[j] -= after01 + after23
+        else:
+            before = (np.float64(o0) + np.float64(o1)) + (np.float64(o2) + np.float64(o3))
+            for j in range(len(part)):
+                after01 = np.float64(min(max(a0[j], o0), w0)) + np.float64(min(max(a1[j], o1), w1))
+                after23 = np.float64(min(max(a2[j], o2), w2)) + np.float64(min(max(a3[j], o3), w3))
+                part[j] += before - (after01 + after23)
     for q in range(whole, 1 + stale[0]):
         i = stale[q]
         _lower(a[i, first:last], old[i], new[i], part)
@@ -470,14 +476,14 @@ class CpuWalk:
         stale[0] = 0
 
     @cached_property
-    def description(self) -> NDArray[np.void] | None:
-        """What `_share` needs to know, of type `_WALK`, if the matrices are what it takes them for."""
+    def description(self) -> Ints | None:
+        """What `_share` needs to know, a `_WALK` as plain numbers, if the matrices are what it takes them for."""
         matrix, columns, _, query_affinity = self.steps[:4]
         if not (matrix.dtype == query_affinity.dtype == np.float32 and columns.flags.c_contiguous):
             return None
         description = np.empty(1, dtype=_WALK)
         _describe(*self.steps, description)
-        return description
+        return description.view(np.int64)
 
 
 class CpuBackend:
@@ -506,7 +512,7 @@ class CpuBackend:
         shorter = [c for c, walk in enumerate(walks) if walk.length < lengths[c]]
         together = [c for c in shorter if walks[c].description is not None] if len(shorter) > 1 else []
         if together:
-            team = np.concatenate([walks[c].description for c in together])
+            team = np.concatenate([walks[c].description for c in together]).view(_WALK)
             team["start"] = [walks[c].length for c in together]
             team["stop"] = [lengths[c] for c in together]
             aims = np.empty((len(team), max(lengths[c] for c in together)))
