@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ _BLOCK = 1 << 19
 _CAST = 1 << 23
 
 
+@cache
 def grid_bits(rows: int, largest: float = 1.0) -> int:
     """Bits b of the grid step 2^-b on which sums over ``rows`` entries of at most ``largest`` are exact in float64."""
     return 52 - math.ceil(math.log2(max(1, rows))) - math.ceil(math.log2(max(1.0, largest)))
@@ -77,11 +79,14 @@ class Embeddings:
         Their norms, not below the floor, (n,).
     equal
         Copies among them.
+    compiled
+        Whether compiled code takes them: in host memory, in float32 or half precision.
     """
 
     rows: torch.Tensor
     lengths: torch.Tensor
     equal: Copies | None
+    compiled: bool
 
     @classmethod
     def of(cls, rows: torch.Tensor, norm_epsilon: float, name: str) -> Embeddings:
@@ -89,7 +94,8 @@ class Embeddings:
         norms = row_norms(rows, name)
         if rows.element_size() < 2:
             rows = rows.to(norms.dtype)
-        return cls(rows.contiguous(), _floored(norms, norm_epsilon), copies(rows, norms))
+        compiled = rows.device.type == "cpu" and rows.dtype != torch.float64
+        return cls(rows.contiguous(), _floored(norms, norm_epsilon), copies(rows, norms), compiled)
 
 
 class QuerySide(NamedTuple):
@@ -126,16 +132,15 @@ def query_sides(query: torch.Tensor, images: Sequence[Embeddings], parameters: P
     parameters
         Temperature tau_t, and the floors of norms and entropies.
     """
-    types = {query.dtype, *(image.rows.dtype for image in images)}
-    if len(query) and query.device.type == "cpu" and torch.float64 not in types:
-        from stacktok.kernels import question
+    if query.shape[0] and query.dtype != torch.float64 and all(image.compiled for image in images):
+        from stacktok.kernels.question import query_affinities
 
-        rows = query if query.dtype == torch.float32 else query.float()
-        found, bad = question.query_affinities(
-            rows.contiguous().numpy(),
+        rows = query.float().contiguous()
+        found, bad = query_affinities(
+            rows.numpy(),
             [(image.rows, image.lengths) for image in images],
             parameters.tau_query,
-            grid_bits(len(rows)),
+            grid_bits(query.shape[0]),
             parameters.norm_epsilon,
             parameters.entropy_floor,
         )

@@ -32,11 +32,10 @@ def as_matrix(value: Any, name: str) -> torch.Tensor:
     return tensor if tensor.is_floating_point() else tensor.double()
 
 
-def check_same_device(**tensors: torch.Tensor | None) -> None:
+def check_same_device(**tensors: torch.Tensor) -> None:
     """Refuse tensors that lie on different devices."""
-    present = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
-    if len(set(present.values())) > 1:
-        places = ", ".join(f"{name} on {device}" for name, device in present.items())
+    if len({tensor.device for tensor in tensors.values()}) > 1:
+        places = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())
         raise ValueError(f"the inputs lie on different devices ({places}); move them to one")
 
 

@@ -142,12 +142,13 @@ class Trajectory:
         walk, rows = self._walk, max(1, self.m)
         relevance = walk.relevance_sums[: k + 1] / rows
         coverage = walk.coverage_sums[: k + 1] / self.n
+        order = walk.order[:k].copy()
         selection = Selection(
             n=self.n,
             m=self.m,
             k=k,
-            indices=np.sort(walk.order[:k]),
-            order=walk.order[:k].copy(),
+            indices=np.sort(order),
+            order=order,
             criterion=tuple(map(CRITERIA.__getitem__, walk.criterion[:k].tolist())),
             bound=walk.bound[:k].astype(np.bool_),
             relevance=relevance,

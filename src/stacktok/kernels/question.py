@@ -28,7 +28,7 @@ Floats32 = NDArray[np.float32]
 # Columns of four rows that stay in a core's first-level cache while all rows of the query pass by.
 _COLUMNS = 1024
 # Tokens that a thread takes at a time; a multiple of four.
-_PORTION = 32
+_PORTION = 16
 # Entries of embeddings from which on other threads are worth waking.
 _WORTH_SPLITTING = 1 << 20
 
@@ -217,9 +217,9 @@ def _share(address):  # type: ignore[no-untyped-def]
         entropies[image, i] = entropy(affinities, job.floor)
 
 
-@partial(Kernel, fastmath={"reassoc", "contract", "nsz"})
+@partial(Kernel, fastmath={"reassoc", "contract", "nsz", "arcp"})
 def _ask(  # type: ignore[no-untyped-def]
-    query, norm_floor, tau, scale, entropy_floor, images, unit, counters, result, entropies, job, parallel, region,
+    query, norm_floor, tau, scale, entropy_floor, images, unit, result, entropies, counters, job, parallel, region,
     threads,
 ):  # fmt: skip
     """Bring the query's rows to length one and share the rest; returns the first row without a finite norm, or -1."""
@@ -230,7 +230,7 @@ def _ask(  # type: ignore[no-untyped-def]
         norm = np.sqrt(squares)
         if not norm < np.inf:
             return i
-        length = max(norm, norm_floor)
+        length = max(norm, np.float32(norm_floor))
         for p in range(query.shape[1]):
             unit[i, p] = query[i, p] / length
     unit[query.shape[0] :] = 0
@@ -272,7 +272,7 @@ def query_affinities(
     m, width = query.shape
     alive, table, end = [], [], 0
     for rows, lengths in images:
-        n = len(rows)
+        n = lengths.shape[0]
         if n < 4:
             rows = torch.cat([rows, rows.new_zeros((4 - n, width))])
             alive.append(rows)
@@ -282,11 +282,9 @@ def query_affinities(
     result, entropies = np.empty(end, dtype=np.float32), np.empty((len(images), m))
     counters, job = np.zeros(len(images) + _DONE, dtype=np.int64), np.empty(1, dtype=_JOB)
     threads = torch.get_num_threads() if end // m * width >= _WORTH_SPLITTING else 1
-    bad = _ask(
-        query, np.float32(max(norm_floor, _SMALLEST)), np.float32(max(tau, _SMALLEST)), np.float32(2.0**bits),
-        float(entropy_floor), np.array(table), unit, counters, result, entropies, job, parallel_address(),
-        _share.address(), threads,
-    )  # fmt: skip
+    numbers = (float(max(norm_floor, _SMALLEST)), float(max(tau, _SMALLEST)), 2.0**bits, float(entropy_floor))
+    team = (counters, job, parallel_address(), _share.address(), threads)
+    bad = _ask(query, *numbers, np.array(table), unit, result, entropies, *team)
     begins = [entry[_BEGIN] for entry in table]
     found = [result[a:b].reshape(m, -1) for a, b in pairwise([*begins, end])]
     return list(zip(found, entropies, strict=True)), bad
