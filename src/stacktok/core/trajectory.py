@@ -21,6 +21,8 @@ from stacktok.kernels import CRITERIA, Backend, Rule, Walk
 
 Floats = NDArray[np.float64]
 
+_CRITERIA = np.array(CRITERIA, dtype=object)
+
 
 class Support:
     """The side of a unit that no question changes: its coverage affinities and reference curve.
@@ -149,7 +151,7 @@ class Trajectory:
             k=k,
             indices=np.sort(order),
             order=order,
-            criterion=tuple(map(CRITERIA.__getitem__, walk.criterion[:k].tolist())),
+            criterion=tuple(_CRITERIA[walk.criterion[:k]].tolist()),
             bound=walk.bound[:k].astype(np.bool_),
             relevance=relevance,
             coverage=coverage,
