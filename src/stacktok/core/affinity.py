@@ -29,6 +29,8 @@ Copies = tuple[torch.Tensor, torch.Tensor]
 
 # Elements handled at a time: a block of float32 stays in a core's second-level cache, and no temporary is larger.
 _BLOCK = 1 << 19
+# Bytes of half a large page, and from which on numpy asks for large pages.
+_HALF_A_PAGE, _LARGE = 1 << 20, 1 << 22
 # Elements of half-precision features that are cast up at a time.
 _CAST = 1 << 23
 
@@ -57,7 +59,10 @@ def vision_affinity(vision: torch.Tensor, tau: float, norm_epsilon: float, norms
     """
     n = len(vision)
     unit = vision.to(norms.dtype) / _floored(norms, norm_epsilon)[:, None]
-    result = _empty_matrix(n, unit)
+    if unit.device.type == "cpu":
+        result = torch.from_numpy(empty_matrix(n, np.dtype(np.float64 if unit.dtype == torch.float64 else np.float32)))
+    else:
+        result = torch.empty((n, n), dtype=unit.dtype, device=unit.device)
     with _full_precision(vision):
         torch.mm(unit, unit.T, out=result)
     tie(result, copies(vision, norms))
@@ -340,15 +345,17 @@ def _working_type(features: torch.Tensor) -> torch.dtype:
     return torch.float64 if features.dtype == torch.float64 else torch.float32
 
 
-def _empty_matrix(n: int, like: torch.Tensor) -> torch.Tensor:
-    """Room for an (n, n) matrix of the type and on the device of ``like``.
+def empty_matrix(n: int, dtype: np.dtype[np.floating]) -> Affinity:
+    """Room for an (n, n) matrix in host memory, in large pages if it fills half of one or more.
 
-    On the host numpy asks for it: numpy wants large arrays in large pages, torch does not, and a walk that reads a
-    column of thousands of rows would spend its time on looking up small ones.
+    A walk jumps from row to row, and would spend much of its time on looking up small pages. Numpy asks the system for
+    large ones, but only for arrays of 4 MiB and more: a smaller matrix is the beginning of one.
     """
-    if like.device.type != "cpu":
-        return torch.empty((n, n), dtype=like.dtype, device=like.device)
-    return torch.from_numpy(np.empty((n, n), dtype=np.float64 if like.dtype == torch.float64 else np.float32))
+    entries = n * n
+    if entries * dtype.itemsize >= _HALF_A_PAGE:
+        entries = max(entries, _LARGE // dtype.itemsize)
+    matrix: Affinity = np.empty(entries, dtype=dtype)[: n * n].reshape(n, n)
+    return matrix
 
 
 def _full_precision(features: torch.Tensor) -> torch.autocast:

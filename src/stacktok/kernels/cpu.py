@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numba import carray
 
-from stacktok.core.affinity import Affinity
+from stacktok.core.affinity import Affinity, empty_matrix
 from stacktok.core.inputs import Mask
 from stacktok.kernels import CRITERIA, Floats, Ints, Rule
 from stacktok.kernels.compiled import Kernel, Region, compiled
@@ -494,7 +494,8 @@ class CpuBackend:
     def ground(self, vision_affinity: Affinity) -> Ground:
         columns = vision_affinity.T
         if vision_affinity.size <= _WORTH_TURNING:
-            columns = torch.from_numpy(columns).contiguous().numpy()
+            columns = empty_matrix(len(columns), columns.dtype)
+            torch.from_numpy(columns).copy_(torch.from_numpy(vision_affinity).T)
         return Ground(vision_affinity, columns, _column_sums(vision_affinity))
 
     def walk(
