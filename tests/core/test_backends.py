@@ -92,6 +92,46 @@ def test_an_update_that_is_split_over_cores_changes_nothing(monkeypatch):
     assert len(splits) == 2 * 79
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("dtypes", [(np.float32,) * 3, (np.float32, np.float64, np.float32)])
+def test_walks_that_are_extended_together_go_where_each_goes_alone(threads, dtypes, monkeypatch):
+    """Again and again, to lengths of their own, from lengths of their own; one of another type goes by itself."""
+    monkeypatch.setattr(cpu.torch, "get_num_threads", lambda: threads)
+    inputs = [focused(seed, n=80 + 30 * seed, m=20) for seed in range(3)]
+
+    def begin():
+        return [
+            cpu.CPU.walk(
+                cpu.CPU.ground(a_vv.astype(dtype)), a_qv.astype(dtype), np.arange(len(a_vv)) % 7 > 0, Rule.GATED, 2, 0.0
+            )
+            for (a_qv, a_vv), dtype in zip(inputs, dtypes, strict=True)
+        ]
+
+    targets = [0.9 * np.linspace(0, len(a_vv), 61) ** 0.5 for _, a_vv in inputs]
+    alone, together = begin(), begin()
+    for lengths in ([0, 1, 0], [1, 2, 3], [20, 2, 10], [7, 30, 10], [60, 60, 60]):
+        for walk, length, aims in zip(alone, lengths, targets, strict=True):
+            walk.extend(length, aims)
+        cpu.CPU.extend(together, lengths, targets)
+        for one, other in zip(alone, together, strict=True):
+            assert other.length == one.length
+            for name in ("order", "criterion", "bound", "relevance_sums", "coverage_sums"):
+                valid = one.length + (name[-4:] == "sums")
+                assert np.array_equal(getattr(one, name)[:valid], getattr(other, name)[:valid])
+    assert {len(set(walk.criterion[:60].tolist())) for walk in alone} == {2}
+
+
+def test_a_walk_that_needs_all_threads_leaves_the_team():
+    a_vv = np.random.default_rng(0).random((2, 1100, 1100)).astype(np.float32)
+    assert a_vv[0].size >= cpu._WORTH_SPLITTING
+    runs = [
+        stacktok.select_crops_from_affinities([(a[:3], a, None) for a in a_vv], 24, swap_limit=0, backend=backend)
+        for backend in ("reference", "cpu")
+    ]
+    assert runs[0] == runs[1]
+    assert {"relevance", "coverage"} == {name for crop in runs[0].crops for name in crop.criterion}
+
+
 def test_rules_have_one_number_each():
     assert [int(rule) for rule in Rule] == [cpu._GATED, cpu._RELEVANCE, cpu._COVERAGE, cpu._SCALARIZED]
 

@@ -121,10 +121,11 @@ def test_a_deficit_that_coverage_cannot_repair_falls_back_to_relevance(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("seed", range(5))
-def test_ties_go_to_the_lowest_index(backend, seed):
-    a_qv, a_vv = tied(16, 4, seed, levels=2)
+@pytest.mark.parametrize("n", [16, 150])
+def test_ties_go_to_the_lowest_index(backend, seed, n):
+    a_qv, a_vv = tied(n, 4, seed, levels=2)
     selection = stacktok.select_from_affinities(a_qv, a_vv, 16, backend=backend, swap_limit=0)
-    assert selection.order.tolist() == naive.select(a_qv, a_vv, 16, range(16), selection.strictness)[0]
+    assert selection.order.tolist() == naive.select(a_qv, a_vv, 16, range(n), selection.strictness)[0]
 
 
 @pytest.mark.parametrize("m", [1, 2, 12])

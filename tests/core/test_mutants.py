@@ -47,20 +47,32 @@ MUTANTS = {
     ),
     "compiled: tie to the last": (
         CPU,
-        "if gains[j] > best:",
-        "if gains[j] >= best:",
+        "    while token < len(gains) and gains[token] != best:\n        token += 1\n",
+        "    token = min(token + _STRIP, len(gains)) - 1\n    while gains[token] != best:\n        token -= 1\n",
+        GATE,
+    ),
+    "compiled: tie to the last strip": (
+        CPU,
+        "if highest > best:",
+        "if highest >= best:",
         GATE,
     ),
     "compiled: stale gains": (
         CPU,
-        "                if raised[i] == synced[i]:\n",
-        "                if raised[i] == 0.0:\n",
+        "if high[i] == synced[start_of_strip + i]:",
+        "if high[i] == 0.0:",
         GATE,
     ),
     "compiled: depth off by one": (
         CPU,
-        "lowered[i] = largest[i, depth - 1]",
-        "lowered[i] = largest[i, max(depth - 2, 0)]",
+        "lowest = largest[i, depth - 1]",
+        "lowest = largest[i, max(depth - 2, 0)]",
+        GATE,
+    ),
+    "compiled: rows from 0 lose too little": (
+        CPU,
+        "part[j] -= after01 + after23",
+        "part[j] -= after01",
         GATE,
     ),
     "swap floor ignored": (
@@ -100,9 +112,9 @@ MUTANTS = {
         AFFINITY,
     ),
     "no grid of a question": (
-        "core/affinity.py",
-        "    np.rint(cosines, out=cosines)\n",
-        "",
+        "kernels/question.py",
+        "np.rint(row[j] / sum32 * scale) / scale",
+        "row[j] / sum32",
         AFFINITY,
     ),
 }

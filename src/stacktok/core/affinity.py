@@ -162,7 +162,7 @@ def _query_affinity(unit: torch.Tensor, image: Embeddings, tau: float) -> Affini
     """A^qv by torch, on an accelerator or in float64; ``unit`` has rows of length one, (m, d)."""
     unit = unit.to(torch.promote_types(unit.dtype, image.lengths.dtype))
     with _full_precision(unit):
-        blocks = _row_blocks(*image.rows.shape, _CAST)
+        blocks = _row_blocks(len(image.rows), image.rows.shape[1], _CAST)
         cosines = torch.cat([unit @ image.rows[block].to(unit.dtype).T for block in blocks], dim=1)
     cosines /= image.lengths
     tie(cosines, image.equal)

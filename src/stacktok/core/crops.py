@@ -77,9 +77,8 @@ class PreparedCrops:
         parameters = question_parameters(self.parameters, dict(settings))
         total = _total(budget, [crop.support for crop in self.crops])
         question, embeddings = self.crops[0].question(query), [crop.embeddings for crop in self.crops]
-        sides = query_sides(question, embeddings, parameters)
-        walks = [Trajectory(crop.support, side, parameters, total) for crop, side in zip(self.crops, sides, strict=True)]
-        return allocate(walks, total, parameters)
+        sides = zip(self.crops, query_sides(question, embeddings, parameters), strict=True)
+        return allocate([Trajectory(crop.support, side, parameters, total) for crop, side in sides], total, parameters)
 
 
 def prepare_crops(crops: Sequence[Crop], **settings: Unpack[Settings]) -> PreparedCrops:
@@ -151,8 +150,8 @@ def allocate(crops: Sequence[Trajectory], total: int, parameters: Parameters) ->
     merge = Merge.of(total, horizons if shared else _quotas(crops, total, horizons, parameters))
 
     def walk(lengths: dict[int, int]) -> None:
-        some = [crops[c] for c in lengths]
-        Trajectory.advance_together(some, list(lengths.values()), [horizons[c] for c in lengths])
+        ends = [horizons[c] for c in lengths]
+        Trajectory.advance_together([crops[c] for c in lengths], list(lengths.values()), ends)
         for c in lengths:
             crops[c].nominate(merge.tokens[c], merge.gains[c], merge.known[c])
             merge.known[c] = crops[c].length
@@ -164,8 +163,8 @@ def allocate(crops: Sequence[Trajectory], total: int, parameters: Parameters) ->
     while (step := merge.spend(step)) < total:
         # To where a crop gets if it goes on winning as often as until now, and a little further.
         ahead = [size * total // max(1, step) for size in merge.sizes.tolist()]
-        known = merge.known.tolist()
-        walk({c: min(ahead[c] + _STRIDE, limits[c]) for c in range(len(crops)) if known[c] <= min(ahead[c], limits[c] - 1)})
+        short = [c for c, known in enumerate(merge.known.tolist()) if known <= ahead[c] and known < limits[c]]
+        walk({c: min(ahead[c] + _STRIDE, limits[c]) for c in short})
     selections = tuple(crop.record(size) for crop, size in zip(crops, merge.sizes.tolist(), strict=True))
     tokens = merge.nominees[np.arange(total), merge.winners]
     return CropSelection(

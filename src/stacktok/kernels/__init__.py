@@ -87,7 +87,7 @@ class Backend(Protocol):
         """
 
     def extend(self, walks: Sequence[Any], lengths: Sequence[int], targets: Sequence[Floats]) -> None:
-        """Continue several of this backend's walks, each as by `Walk.extend`, beside each other where that is faster."""
+        """Continue several of this backend's walks, each as by `Walk.extend`: beside each other where that pays."""
 
     def refine(
         self,

@@ -37,7 +37,7 @@ class Kernel:
     patience = 0.5
 
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
-        self._function = function if hasattr(function, "py_func") else compiled(function, **options)
+        self._function: Any = function if hasattr(function, "py_func") else compiled(function, **options)
         self._warm = False
 
     def __call__(self, *arguments: Any) -> Any:

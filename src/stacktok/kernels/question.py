@@ -1,9 +1,9 @@
 """A^qv of a question, Eq. (affinity): from the rows of a query to its affinities with all crops of an image.
 
-A question on a prepared image takes about a millisecond, of which calls into libraries, a dozen and more, would be a
-good part: so all of it is one call, the entropies of the rows included. Threads take the tokens of all crops in
-portions, and then the rows that products have to be turned into affinities for. For this shape, many rows by a few, a general matrix product takes
-about twice as long per core; and here a token's products do not depend on its place or on the number of threads.
+A question on a prepared image takes about a millisecond, of which a dozen calls into libraries would be a good part: so
+all of it is one call, the entropies of the rows included. Threads take the tokens of all crops in portions, and then
+the rows in which products become affinities. For this shape, many rows by a few, a general matrix product takes about
+twice as long per core; and here a token's products do not depend on its place or on the number of threads.
 """
 
 from __future__ import annotations
