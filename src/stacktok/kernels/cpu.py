@@ -243,9 +243,7 @@ _WALK = np.dtype(
         )
     ]
 )  # fmt: skip
-_TEAM = np.dtype([(name, np.int64) for name in ("walks", "targets", "counters", "count", "steps")])
-# Parts in which a walk is taken, so that five walks keep two threads busy to the end.
-_PARTS = 4
+_TEAM = np.dtype([(name, np.int64) for name in ("walks", "targets", "counters", "count", "steps", "threads")])
 
 
 @Kernel
@@ -258,22 +256,32 @@ def _describe(av, columns, sums, aq, eligible, rule, depth, alpha, capacity, sta
 
 @Region
 def _share(address):  # type: ignore[no-untyped-def]
-    """What every thread does: take parts of walks and extend them, until there are no more."""
+    """What every thread does: take walks and extend them, until there are no more."""
     team = carray(address, (1,), _TEAM)[0]
     walks = carray(memory(team.walks), (team.count,), _WALK)
     targets = carray(memory(team.targets), (team.count, team.steps), np.float64)
-    # Parts taken, and from there on the parts done of every walk.
+    # What is taken, and from there on what is done of every walk.
     counters = carray(memory(team.counters), (1 + team.count,), np.int64)
+    # With five walks for two threads, one is taken in halves, at the beginning and at the end.
+    halved = team.count % team.threads
+    whole = team.count - halved
     while True:
         taken = count_up(counters, 0)
-        if taken >= _PARTS * team.count:
+        if taken >= team.count + halved:
             return
-        c, part = taken % team.count, taken // team.count
-        # Another thread may be at the part before.
-        while count_of(counters, 1 + c) < part:
-            pass
+        if taken < halved:
+            c = whole + taken
+            stop = (walks[c].start + walks[c].stop) // 2
+        elif taken < team.count:
+            c = taken - halved
+            stop = walks[c].stop
+        else:
+            c = whole + taken - team.count
+            # Another thread may be at the first half.
+            while count_of(counters, 1 + c) == 0:
+                pass
+            stop = walks[c].stop
         w = walks[c]
-        stop = w.start + (w.stop - w.start) // (_PARTS - part)
         if stop > w.start:
             reached = _steps(
                 carray(memory(w.av), (w.n, w.n), np.float32),
@@ -302,6 +310,7 @@ def _extend_together(walks, targets, counters, job, parallel, region, threads): 
     team = job[0]
     team.walks, team.targets, team.counters = walks.ctypes.data, targets.ctypes.data, counters.ctypes.data
     team.count, team.steps = targets.shape
+    team.threads = threads
     run_in_team(parallel, region, job, threads)
 
 
