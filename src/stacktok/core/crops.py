@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 # Nominees by which a crop's run is extended at the least, so that the merge is not one call per token.
-_STRIDE = 16
+_MARGIN = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,9 +162,9 @@ def allocate(crops: Sequence[Trajectory], total: int, parameters: Parameters) ->
     step = 0
     while (step := merge.spend(step)) < total:
         # To where a crop gets if it goes on winning as often as until now, and a little further.
-        ahead = [size * total // max(1, step) for size in merge.sizes.tolist()]
-        short = [c for c, known in enumerate(merge.known.tolist()) if known <= ahead[c] and known < limits[c]]
-        walk({c: min(ahead[c] + _STRIDE, limits[c]) for c in short})
+        ahead = [size * total * 9 // (8 * max(1, step)) + _MARGIN for size in merge.sizes.tolist()]
+        known = merge.known.tolist()
+        walk({c: min(end, limits[c]) for c, end in enumerate(ahead) if known[c] < min(end, limits[c])})
     selections = tuple(crop.record(size) for crop, size in zip(crops, merge.sizes.tolist(), strict=True))
     tokens = merge.nominees[np.arange(total), merge.winners]
     return CropSelection(
