@@ -166,11 +166,10 @@ def allocate(crops: Sequence[Trajectory], total: int, parameters: Parameters) ->
         known = merge.known.tolist()
         walk({c: min(end, limits[c]) for c, end in enumerate(ahead) if known[c] < min(end, limits[c])})
     selections = tuple(crop.record(size) for crop, size in zip(crops, merge.sizes.tolist(), strict=True))
-    tokens = merge.nominees[np.arange(total), merge.winners]
     return CropSelection(
         k=total,
         crops=selections,
-        order=tuple(zip(merge.winners.tolist(), tokens.tolist(), strict=True)),
+        order=tuple(zip(merge.winners.tolist(), merge.chosen.tolist(), strict=True)),
         nominees=merge.nominees,
         nominee_gain=merge.nominee_gain,
         _not_anytime=selections[0]._not_anytime or ("" if shared else f'allocation="{parameters.allocation}"'),

@@ -17,7 +17,7 @@ def _gains(relevance, coverage, rows, n, gains, first, last):  # type: ignore[no
 
 
 @Kernel
-def _merge(tokens, gains, known, limits, sizes, winners, nominees, nominee_gain, step):  # type: ignore[no-untyped-def]
+def _merge(tokens, gains, known, limits, sizes, winners, chosen, nominees, nominee_gain, step):  # type: ignore[no-untyped-def]
     while step < len(winners):
         best, winner = -np.inf, -1
         for c in range(len(sizes)):
@@ -34,6 +34,7 @@ def _merge(tokens, gains, known, limits, sizes, winners, nominees, nominee_gain,
                 nominees[step, c] = -1
                 nominee_gain[step, c] = np.nan
         winners[step] = winner
+        chosen[step] = nominees[step, winner]
         sizes[winner] += 1
         step += 1
     return step
@@ -69,8 +70,8 @@ class Merge(NamedTuple):
         How many tokens a crop may get; together at least the budget, (L,).
     sizes
         How many it has got, (L,).
-    winners
-        The crop that every step went to, (k,).
+    winners, chosen
+        The crop that every step went to, and its token, (k,).
     nominees, nominee_gain
         What every crop nominated at every step, and its h; -1 and NaN where it nominated nothing, (k, L).
     """
@@ -81,6 +82,7 @@ class Merge(NamedTuple):
     limits: Ints
     sizes: Ints
     winners: Ints
+    chosen: Ints
     nominees: Ints
     nominee_gain: Floats
 
@@ -95,6 +97,7 @@ class Merge(NamedTuple):
             limits=np.array(limits),
             sizes=np.zeros(count, dtype=np.int64),
             winners=np.empty(total, dtype=np.int64),
+            chosen=np.empty(total, dtype=np.int64),
             nominees=np.empty((total, count), dtype=np.int64),
             nominee_gain=np.empty((total, count)),
         )
