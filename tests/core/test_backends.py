@@ -132,6 +132,17 @@ def test_a_walk_that_needs_all_threads_leaves_the_team():
     assert {"relevance", "coverage"} == {name for crop in runs[0].crops for name in crop.criterion}
 
 
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int16, np.int64])
+def test_a_depth_may_be_any_kind_of_integer(kind):
+    """One that fits, although sizes computed from it would not."""
+    pairs = [focused(seed, n=150, m=60) for seed in range(2)]
+    runs = [
+        stacktok.select_crops_from_affinities([(*pair, None) for pair in pairs], 40, relevance_depth=depth)
+        for depth in (100, kind(100))
+    ]
+    assert runs[0] == runs[1]
+
+
 def test_rules_have_one_number_each():
     assert [int(rule) for rule in Rule] == [cpu._GATED, cpu._RELEVANCE, cpu._COVERAGE, cpu._SCALARIZED]
 

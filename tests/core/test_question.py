@@ -10,6 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import stacktok
+from stacktok.core.affinity import query_sides
+from stacktok.core.parameters import Parameters
 from stacktok.kernels import question as module
 from stacktok.kernels.question import query_affinities
 
@@ -143,3 +146,37 @@ def test_questions_from_several_threads_do_not_disturb_each_other(monkeypatch):
     for caller in callers:
         caller.join()
     assert not wrong
+
+
+@pytest.fixture
+def flushing():
+    """Denormal numbers count as zero, as a caller may set it for speed."""
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush denormal numbers")
+    yield
+    torch.set_flush_denormal(False)
+
+
+def test_the_smallest_half_precision_numbers_count_where_denormal_numbers_are_flushed(flushing):
+    tokens = torch.arange(-1023, 1024, 7, dtype=torch.float64)[:, None] * 2.0**-24
+    lengths = torch.full((len(tokens),), 2.0**-14)
+    half, full = (ask(np.ones((1, 1), np.float32), [(tokens.to(t), lengths)])[0][0][0] for t in TYPES[::-2])
+    assert np.array_equal(half, full)
+    assert len(np.unique(half)) == len(tokens)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_embeddings_cannot_be_taken_away_from_a_prepared_image(dtype):
+    x, z = (torch.randn(20, 8, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in (0, 1))
+    prepared = stacktok.prepare(x, z)
+    with pytest.raises(RuntimeError, match="not resizable"):
+        z.untyped_storage().resize_(0)
+    assert prepared.query_affinity(z[:2]).shape == (2, 20)
+
+
+@pytest.mark.parametrize("dtype", [*TYPES, torch.float64])
+def test_no_question_needs_no_embeddings(dtype):
+    x, z = (torch.randn(20, 8, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in (0, 1))
+    side = query_sides(z[:0], [stacktok.prepare(x, z).embeddings], Parameters())[0]
+    assert side.affinity.shape == (0, 20)
+    assert side.entropies.shape == (0,)

@@ -99,8 +99,12 @@ class Embeddings:
         norms = row_norms(rows, name)
         if rows.element_size() < 2:
             rows = rows.to(norms.dtype)
+        equal, rows = copies(rows, norms), rows.contiguous()
         compiled = rows.device.type == "cpu" and rows.dtype != torch.float64
-        return cls(rows.contiguous(), _floored(norms, norm_epsilon), copies(rows, norms), compiled)
+        if compiled:
+            # Torch does not let go of memory that numpy has seen, and compiled code goes by its address.
+            rows.view(torch.int16).numpy()
+        return cls(rows, _floored(norms, norm_epsilon), equal, compiled)
 
 
 class QuerySide(NamedTuple):
@@ -118,9 +122,14 @@ class QuerySide(NamedTuple):
     entropies: NDArray[np.float64]
 
     @classmethod
+    def empty(cls, n: int) -> QuerySide:
+        """Of no question at all, m = 0."""
+        return cls(np.zeros((0, n), dtype=np.float32), np.zeros(0))
+
+    @classmethod
     def of(cls, affinity: Affinity, entropy_floor: float) -> QuerySide:
         """Of a matrix on its grid."""
-        from stacktok.kernels.entropy import row_entropies
+        from stacktok.kernels.question import row_entropies
 
         return cls(affinity, row_entropies(affinity, entropy_floor))
 
@@ -137,7 +146,9 @@ def query_sides(query: torch.Tensor, images: Sequence[Embeddings], parameters: P
     parameters
         Temperature tau_t, and the floors of norms and entropies.
     """
-    if query.shape[0] and query.dtype != torch.float64 and all(image.compiled for image in images):
+    if not query.shape[0]:
+        return [QuerySide.empty(image.rows.shape[0]) for image in images]
+    if query.dtype != torch.float64 and all(image.compiled for image in images):
         from stacktok.kernels.question import query_affinities
 
         rows = query.float().contiguous()
@@ -151,11 +162,19 @@ def query_sides(query: torch.Tensor, images: Sequence[Embeddings], parameters: P
         )
         if bad >= 0:
             raise _no_norm(rows, bad, "query")
-        return [QuerySide(*side) for side in found]
+        return [_tied(QuerySide(*side), image.equal, parameters) for side, image in zip(found, images, strict=True)]
     norms = _floored(row_norms(query, "query"), parameters.norm_epsilon)
     unit = query.to(norms.dtype) / norms[:, None]
     affinities = (_query_affinity(unit, image, parameters.tau_query) for image in images)
     return [QuerySide.of(affinity, parameters.entropy_floor) for affinity in affinities]
+
+
+def _tied(side: QuerySide, equal: Copies | None, parameters: Parameters) -> QuerySide:
+    """`tie` for a question: products do not depend on a token's place, but a compiler may do the rest in two ways."""
+    if equal is None:
+        return side
+    tie(torch.from_numpy(side.affinity), equal)
+    return QuerySide.of(side.affinity, parameters.entropy_floor)
 
 
 def _query_affinity(unit: torch.Tensor, image: Embeddings, tau: float) -> Affinity:
@@ -166,8 +185,7 @@ def _query_affinity(unit: torch.Tensor, image: Embeddings, tau: float) -> Affini
         cosines = torch.cat([unit @ image.rows[block].to(unit.dtype).T for block in blocks], dim=1)
     cosines /= image.lengths
     tie(cosines, image.equal)
-    if len(cosines):
-        _softmax_on_grid(cosines, tau, grid_bits(len(cosines)))
+    _softmax_on_grid(cosines, tau, grid_bits(len(cosines)))
     return _on_host(cosines)
 
 

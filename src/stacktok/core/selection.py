@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from stacktok.core.affinity import (
@@ -209,15 +208,14 @@ def given_unit(
     n = a_vv.shape[1]
     if a_vv.shape[0] != n:
         raise ValueError(f"{crop}vision_affinity has shape {a_vv.shape}; give a square matrix (n, n)")
-    if query_affinity is None:
-        a_qv: Affinity = np.zeros((0, n), dtype=np.float32)
-    else:
+    side = QuerySide.empty(n)
+    if query_affinity is not None:
         depth = None if parameters.relevance_depth == "auto" else parameters.relevance_depth
         a_qv = given_affinity(query_affinity, f"{crop}query_affinity", depth)
-    if a_qv.shape[1] != n:
-        raise ValueError(f"{crop}query_affinity has {a_qv.shape[1]} columns for {n} tokens; give a matrix (m, n)")
-    support = Support(a_vv, eligible_mask(eligible, n), get_backend(parameters.backend))
-    return support, QuerySide.of(a_qv, parameters.entropy_floor)
+        if a_qv.shape[1] != n:
+            raise ValueError(f"{crop}query_affinity has {a_qv.shape[1]} columns for {n} tokens; give a matrix (m, n)")
+        side = QuerySide.of(a_qv, parameters.entropy_floor)
+    return Support(a_vv, eligible_mask(eligible, n), get_backend(parameters.backend)), side
 
 
 def finish(trajectory: Trajectory) -> Selection:

@@ -50,7 +50,7 @@ def relevance_depth(parameters: Parameters, rows: int, budget: int) -> int | Non
     """
     if parameters.relevance_depth == "auto":
         return max(1, -(-budget // max(1, rows)))
-    return parameters.relevance_depth
+    return None if parameters.relevance_depth is None else int(parameters.relevance_depth)
 
 
 def target_sums(reference_sums: NDArray[np.float64], beta: float) -> NDArray[np.float64]:

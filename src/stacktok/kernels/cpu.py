@@ -459,7 +459,7 @@ class CpuWalk:
     ) -> None:
         n, m, capacity = len(eligible), len(query_affinity), int(np.count_nonzero(eligible))
         # A depth that no set reaches is an unlimited one.
-        levels = _UNLIMITED if depth is None or depth > capacity else depth
+        levels = _UNLIMITED if depth is None or depth > capacity else int(depth)
         # One piece of memory, which the first step fills: a walk may take a fifth of a millisecond.
         state = np.empty(_state_size.py_func(n, m, capacity, levels))
         record = _carve_record.py_func(state, capacity)

@@ -17,9 +17,9 @@ import torch
 from numba import carray
 from numpy.typing import NDArray
 
+from stacktok.core.affinity import Affinity
 from stacktok.kernels import Floats
 from stacktok.kernels.compiled import Kernel, Region, compiled
-from stacktok.kernels.entropy import entropy
 from stacktok.kernels.team import count_of, count_up, memory, run_in_team
 from stacktok.kernels.threads import parallel_address
 
@@ -71,12 +71,16 @@ def _widen(halves, kind, result):  # type: ignore[no-untyped-def]
         for p in range(len(halves)):
             bits[p] = np.uint32(halves[p]) << np.uint32(16)
     else:
+        # Sign and the rest go where float32 has them, and the two types' exponents differ by 112.
         for p in range(len(halves)):
             half = np.uint32(halves[p])
-            bits[p] = ((half & np.uint32(0x8000)) << np.uint32(16)) | ((half & np.uint32(0x7FFF)) << np.uint32(13))
-        # Exponents now stand where float32 has them, too small by the difference of the two types' biases.
+            rest = ((half & np.uint32(0x7FFF)) << np.uint32(13)) + np.uint32(112 << 23)
+            bits[p] = ((half & np.uint32(0x8000)) << np.uint32(16)) | rest
+        # Those without an exponent of their own count in steps of 2^-24.
         for p in range(len(halves)):
-            result[p] *= np.float32(2.0**112)
+            steps = np.float32(halves[p] & np.uint16(0x03FF)) * np.float32(2.0**-24)
+            small = -steps if halves[p] & np.uint16(0x8000) else steps
+            result[p] = result[p] if halves[p] & np.uint16(0x7C00) else small
 
 
 @partial(compiled, fastmath={"reassoc", "contract", "nsz"})
@@ -147,6 +151,15 @@ def _multiply(address, kind, tokens, unit, first, last, block, sums, products): 
                 products[i, j + r] = sums[i, r]
 
 
+@compiled
+def _entropy(row, floor):  # type: ignore[no-untyped-def]
+    """H_i of Eq. (beta): -sum a log max(a, floor) over a row."""
+    total = 0.0
+    for a in row:
+        total -= np.float64(a) * np.log(max(np.float64(a), floor))
+    return total
+
+
 @partial(compiled, fastmath={"reassoc", "nnan", "nsz"})
 def _softmax_on_grid(row, lengths, tau, scale):  # type: ignore[no-untyped-def]
     """Replace products by the softmax of cosines over tau, rounded to the grid."""
@@ -214,7 +227,7 @@ def _share(address):  # type: ignore[no-untyped-def]
         affinities = result[begin : begin + tokens]
         lengths = carray(memory(images[image, _LENGTHS]), (tokens,), np.float32)
         _softmax_on_grid(affinities, lengths, job.tau, job.scale)
-        entropies[image, i] = entropy(affinities, job.floor)
+        entropies[image, i] = _entropy(affinities, job.floor)
 
 
 @partial(Kernel, fastmath={"reassoc", "contract", "nsz", "arcp"})
@@ -242,6 +255,27 @@ def _ask(  # type: ignore[no-untyped-def]
     task.tau, task.scale, task.floor = tau, scale, entropy_floor
     run_in_team(parallel, region, job, threads)
     return -1
+
+
+@Kernel
+def _entropies(affinity, floor, entropies):  # type: ignore[no-untyped-def]
+    for i in range(affinity.shape[0]):
+        entropies[i] = _entropy(affinity[i], floor)
+
+
+def row_entropies(affinity: Affinity, floor: float) -> Floats:
+    """H_i of Eq. (beta) for every row, (m,).
+
+    Parameters
+    ----------
+    affinity
+        A^qv, (m, n).
+    floor
+        Lower bound of what the logarithm is taken of.
+    """
+    entropies = np.empty(len(affinity))
+    _entropies(affinity, float(floor), entropies)
+    return entropies
 
 
 def query_affinities(
