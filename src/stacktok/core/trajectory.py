@@ -126,11 +126,6 @@ class Trajectory:
         """Tokens walked so far."""
         return self._walk.length
 
-    @property
-    def order(self) -> NDArray[np.int64]:
-        """Tokens in order of selection, as far as walked."""
-        return self._walk.order[: self._walk.length]
-
     def nominate(self, tokens: NDArray[np.int64], gains: Floats, first: int) -> None:
         """Write the tokens walked, from ``first`` on, and their gains h, Eq. (crop-nominee), to their places."""
         from stacktok.kernels.merge import nominee_gains
