@@ -311,7 +311,7 @@ def _extend_together(walks, targets, counters, job, parallel, region, threads): 
     team.walks, team.targets, team.counters = walks.ctypes.data, targets.ctypes.data, counters.ctypes.data
     team.count, team.steps = targets.shape
     team.threads = threads
-    run_in_team(parallel, region, job, threads)
+    run_in_team(parallel, region, job, threads, (walks, targets, counters))
 
 
 @compiled

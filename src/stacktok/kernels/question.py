@@ -14,7 +14,10 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from numba import carray
+from llvmlite import ir
+from numba import carray, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from stacktok.core.affinity import Affinity
@@ -25,8 +28,11 @@ from stacktok.kernels.threads import parallel_address
 
 Floats32 = NDArray[np.float32]
 
-# Columns of four rows that stay in a core's first-level cache while all rows of the query pass by.
-_COLUMNS = 1024
+# Columns of the query, and of four tokens, that stay in a core's first-level cache while all rows of the query pass by.
+_COLUMNS = 512
+# Tokens and rows of the query whose products are summed at a time. Their twelve sums, each of a vector's width, leave a
+# core without AVX-512 four registers for what it reads.
+_TOKENS_WIDE, _ROWS_WIDE, _LANES = 4, 3, 8
 # Tokens that a thread takes at a time; a multiple of four.
 _PORTION = 16
 # Entries of embeddings from which on other threads are worth waking.
@@ -42,12 +48,15 @@ _SMALLEST = float(np.finfo(np.float32).tiny)
 # What threads are told of an image: addresses of its embeddings and their lengths, number of tokens, type, and where
 # its result begins.
 _ROWS, _LENGTHS, _TOKENS, _TYPE, _BEGIN = range(5)
-# What threads count together: portions taken, rows taken, and from there on the portions done of every image.
-_PORTIONS, _ROWS_TAKEN, _DONE = range(3)
+# What threads count together: rows of the query taken and done, portions taken, rows of affinities taken, and from there
+# on the portions done of every image.
+_UNITS_TAKEN, _UNITS_DONE, _PORTIONS_TAKEN, _ROWS_TAKEN, _DONE = range(5)
 
 _JOB = np.dtype(
     [
-        ("unit", np.int64),  # addresses of arrays
+        ("query", np.int64),  # addresses of arrays
+        ("norms", np.int64),
+        ("unit", np.int64),
         ("images", np.int64),
         ("counters", np.int64),
         ("result", np.int64),
@@ -56,11 +65,57 @@ _JOB = np.dtype(
         ("m", np.int64),  # rows of the query, and with rows of zeros
         ("padded", np.int64),
         ("width", np.int64),
+        ("norm_floor", np.float32),
         ("tau", np.float32),
         ("scale", np.float32),  # 2^b of the grid
-        ("floor", np.float64),  # of what logarithms are taken of
+        ("entropy_floor", np.float64),  # of what logarithms are taken of
     ]
 )
+
+_FLOAT = ir.FloatType()
+_VECTOR = ir.VectorType(_FLOAT, _LANES)
+
+
+@intrinsic
+def _add_products(_, tokens, tokens_apart, rows, rows_apart, steps, sums):  # type: ignore[no-untyped-def]
+    """Add the products of four tokens with three rows, in steps of a vector, to vectors of sums, (3, 4).
+
+    Tokens and rows are given by the address of the first and the distance to the next in entries, sums by their
+    address. Written for the compiler's own language, since a loop over arrays ends with summing up its vectors: here
+    that is left for when all columns are done.
+    """
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        tokens, tokens_apart, rows, rows_apart, steps, sums = arguments
+
+        def number(value):  # type: ignore[no-untyped-def]
+            return ir.Constant(ir.IntType(64), value)
+
+        def lines(address, apart, count):  # type: ignore[no-untyped-def]
+            first = builder.inttoptr(address, _FLOAT.as_pointer())
+            return [builder.gep(first, [builder.mul(apart, number(line))]) for line in range(count)]
+
+        def vector(line, position):  # type: ignore[no-untyped-def]
+            return builder.load(builder.bitcast(builder.gep(line, [position]), _VECTOR.as_pointer()), align=4)
+
+        first = builder.inttoptr(sums, _VECTOR.as_pointer())
+        places = [builder.gep(first, [number(place)]) for place in range(_TOKENS_WIDE * _ROWS_WIDE)]
+        held = [cgutils.alloca_once_value(builder, builder.load(place, align=4)) for place in places]
+        token_lines, row_lines = lines(tokens, tokens_apart, _TOKENS_WIDE), lines(rows, rows_apart, _ROWS_WIDE)
+        with cgutils.for_range(builder, steps) as loop:
+            position = builder.mul(loop.index, number(_LANES))
+            row_vectors = [vector(line, position) for line in row_lines]
+            for r, line in enumerate(token_lines):
+                token_vector = vector(line, position)
+                for i, row_vector in enumerate(row_vectors):
+                    total = held[i * _TOKENS_WIDE + r]
+                    product = builder.fmul(token_vector, row_vector, flags=("contract",))
+                    builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
+        for total, place in zip(held, places, strict=True):
+            builder.store(builder.load(total), place, align=4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), generate
 
 
 @compiled
@@ -83,72 +138,59 @@ def _widen(halves, kind, result):  # type: ignore[no-untyped-def]
             result[p] = result[p] if halves[p] & np.uint16(0x7C00) else small
 
 
-@partial(compiled, fastmath={"reassoc", "contract", "nsz"})
-def _add_products(x, first, start, y, begin, width, sums):  # type: ignore[no-untyped-def]
-    """Add y[:, begin:][:, :width] @ x[first : first + 4, start:][:, :width].T; y has a multiple of three rows.
-
-    Four rows by three at a time, whose twelve sums leave a core without AVX-512 four registers for what it reads.
-    """
-    stop, end = start + width, begin + width
-    x0, x1, x2, x3 = x[first, start:stop], x[first + 1, start:stop], x[first + 2, start:stop], x[first + 3, start:stop]
-    for i in range(0, y.shape[0], 3):
-        y0, y1, y2 = y[i, begin:end], y[i + 1, begin:end], y[i + 2, begin:end]
-        zero = np.float32(0)
-        s00, s01, s02 = zero, zero, zero
-        s10, s11, s12 = zero, zero, zero
-        s20, s21, s22 = zero, zero, zero
-        s30, s31, s32 = zero, zero, zero
-        for p in range(width):
-            s00 += x0[p] * y0[p]
-            s01 += x0[p] * y1[p]
-            s02 += x0[p] * y2[p]
-            s10 += x1[p] * y0[p]
-            s11 += x1[p] * y1[p]
-            s12 += x1[p] * y2[p]
-            s20 += x2[p] * y0[p]
-            s21 += x2[p] * y1[p]
-            s22 += x2[p] * y2[p]
-            s30 += x3[p] * y0[p]
-            s31 += x3[p] * y1[p]
-            s32 += x3[p] * y2[p]
-        sums[i, 0] += s00
-        sums[i + 1, 0] += s01
-        sums[i + 2, 0] += s02
-        sums[i, 1] += s10
-        sums[i + 1, 1] += s11
-        sums[i + 2, 1] += s12
-        sums[i, 2] += s20
-        sums[i + 1, 2] += s21
-        sums[i + 2, 2] += s22
-        sums[i, 3] += s30
-        sums[i + 1, 3] += s31
-        sums[i + 2, 3] += s32
-
-
 @compiled
-def _multiply(address, kind, tokens, unit, first, last, block, sums, products):  # type: ignore[no-untyped-def]
+def _multiply(address, kind, tokens, unit, width, first, last, block, sums, products):  # type: ignore[no-untyped-def]
     """Products of the query's rows with tokens first to last, four or more unless there are no more.
 
     What is left at the end is done as four tokens that overlap the ones before, so that a token's products are the
     same wherever it stands.
     """
-    width = unit.shape[1]
-    rows = carray(memory(address), (max(tokens, 4), width), np.float32)
-    halves = carray(memory(address), (max(tokens, 4), width), np.uint16)
-    for place in range(first, last, 4):
-        j = max(min(place, last - 4), 0)
+    halves = carray(memory(address), (max(tokens, _TOKENS_WIDE), width), np.uint16)
+    floats = carray(memory(address), (max(tokens, _TOKENS_WIDE), width), np.float32)
+    padded = unit.shape[1]
+    for place in range(first, last, _TOKENS_WIDE):
+        j = max(min(place, last - _TOKENS_WIDE), 0)
         sums[:] = 0
-        for start in range(0, width, _COLUMNS):
+        for b in range(unit.shape[0]):
+            start = b * _COLUMNS
             columns = min(_COLUMNS, width - start)
             if kind == _FLOAT32:
-                _add_products(rows, j, start, unit, start, columns, sums)
+                four = floats[j : j + _TOKENS_WIDE, start : start + columns]
+                apart = width
             else:
-                for r in range(4):
+                for r in range(_TOKENS_WIDE):
                     _widen(halves[j + r, start : start + columns], kind, block[r])
-                _add_products(block, 0, 0, unit, start, columns, sums)
+                four = block[:, :columns]
+                apart = _COLUMNS
+            steps = columns // _LANES
+            for i in range(0, padded, _ROWS_WIDE):
+                _add_products(
+                    four.ctypes.data, apart, unit[b, i:].ctypes.data, _COLUMNS, steps, sums[i:].ctypes.data
+                )
+            for p in range(steps * _LANES, columns):
+                for i in range(padded):
+                    for r in range(_TOKENS_WIDE):
+                        sums[i, r, 0] += four[r, p] * unit[b, i, p]
         for i in range(products.shape[0]):
-            for r in range(min(4, last - j)):
-                products[i, j + r] = sums[i, r]
+            for r in range(min(_TOKENS_WIDE, last - j)):
+                s = sums[i, r]
+                products[i, j + r] = ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]))
+
+
+@partial(compiled, fastmath={"reassoc", "contract", "nsz", "arcp"})
+def _to_length_one(row, floor, unit, i):  # type: ignore[no-untyped-def]
+    """Write a row of the query, brought to length one, to its places in blocks of columns; returns its norm."""
+    squares = np.float32(0)
+    for p in range(len(row)):
+        squares += row[p] * row[p]
+    norm = np.sqrt(squares)
+    length = max(norm, floor)
+    for b in range(unit.shape[0]):
+        part = row[b * _COLUMNS : (b + 1) * _COLUMNS]
+        place = unit[b, i]
+        for p in range(len(part)):
+            place[p] = part[p] / length
+    return norm
 
 
 @compiled
@@ -191,18 +233,36 @@ def _tokens_of(portion, tokens):  # type: ignore[no-untyped-def]
 
 @Region
 def _share(address):  # type: ignore[no-untyped-def]
-    """What every thread does: take portions of tokens, then rows of affinities, until there are no more."""
+    """What every thread does: take rows of the query, portions of tokens, rows of affinities, until there are no more."""
     job = carray(address, (1,), _JOB)[0]
-    counters = carray(memory(job.counters), (job.count + 2,), np.int64)
+    counters = carray(memory(job.counters), (job.count + _DONE,), np.int64)
     images = carray(memory(job.images), (job.count, 5), np.int64)
-    unit = carray(memory(job.unit), (job.padded, job.width), np.float32)
+    query = carray(memory(job.query), (job.m, job.width), np.float32)
+    norms = carray(memory(job.norms), (job.m,), np.float32)
+    unit = carray(memory(job.unit), (-(-job.width // _COLUMNS), job.padded, _COLUMNS), np.float32)
+    while True:
+        i = count_up(counters, _UNITS_TAKEN)
+        if i >= job.padded:
+            break
+        if i < job.m:
+            norms[i] = _to_length_one(query[i], job.norm_floor, unit, i)
+        else:
+            unit[:, i] = 0
+        count_up(counters, _UNITS_DONE)
+    # Another thread may be at its last row.
+    while count_of(counters, _UNITS_DONE) < job.padded:
+        pass
+    for i in range(job.m):
+        if not norms[i] < np.inf:
+            return
     entries = images[job.count - 1, _BEGIN] + job.m * images[job.count - 1, _TOKENS]
     result = carray(memory(job.result), (entries,), np.float32)
     entropies = carray(memory(job.entropies), (job.count, job.m), np.float64)
-    block, sums = np.empty((4, _COLUMNS), np.float32), np.empty((job.padded, 4), np.float32)
+    block = np.empty((_TOKENS_WIDE, _COLUMNS), np.float32)
+    sums = np.empty((job.padded, _TOKENS_WIDE, _LANES), np.float32)
     image, passed = 0, 0
     while True:
-        portion = count_up(counters, _PORTIONS)
+        portion = count_up(counters, _PORTIONS_TAKEN)
         while image < job.count and portion >= passed + _portions(images[image, _TOKENS]):
             passed += _portions(images[image, _TOKENS])
             image += 1
@@ -212,7 +272,8 @@ def _share(address):  # type: ignore[no-untyped-def]
         first, last = _tokens_of(portion - passed, tokens)
         begin = images[image, _BEGIN]
         products = result[begin : begin + job.m * tokens].reshape((job.m, tokens))
-        _multiply(images[image, _ROWS], images[image, _TYPE], tokens, unit, first, last, block, sums, products)
+        rows, kind = images[image, _ROWS], images[image, _TYPE]
+        _multiply(rows, kind, tokens, unit, job.width, first, last, block, sums, products)
         count_up(counters, _DONE + image)
     while True:
         row = count_up(counters, _ROWS_TAKEN)
@@ -227,33 +288,27 @@ def _share(address):  # type: ignore[no-untyped-def]
         affinities = result[begin : begin + tokens]
         lengths = carray(memory(images[image, _LENGTHS]), (tokens,), np.float32)
         _softmax_on_grid(affinities, lengths, job.tau, job.scale)
-        entropies[image, i] = _entropy(affinities, job.floor)
+        entropies[image, i] = _entropy(affinities, job.entropy_floor)
 
 
-@partial(Kernel, fastmath={"reassoc", "contract", "nsz", "arcp"})
-def _ask(  # type: ignore[no-untyped-def]
-    query, norm_floor, tau, scale, entropy_floor, images, unit, result, entropies, counters, job, parallel, region,
-    threads,
-):  # fmt: skip
-    """Bring the query's rows to length one and share the rest; returns the first row without a finite norm, or -1."""
-    for i in range(query.shape[0]):
-        squares = np.float32(0)
-        for p in range(query.shape[1]):
-            squares += query[i, p] * query[i, p]
-        norm = np.sqrt(squares)
-        if not norm < np.inf:
-            return i
-        length = max(norm, np.float32(norm_floor))
-        for p in range(query.shape[1]):
-            unit[i, p] = query[i, p] / length
-    unit[query.shape[0] :] = 0
+@Kernel
+def _ask(query, norm_floor, tau, scale, entropy_floor, images, result, entropies, parallel, region, threads):  # type: ignore[no-untyped-def]
+    """Share a question; returns the first row without a finite norm, or -1."""
+    (count, m), width = entropies.shape, query.shape[1]
+    padded = -(-m // _ROWS_WIDE) * _ROWS_WIDE
+    unit = np.empty((-(-width // _COLUMNS), padded, _COLUMNS), np.float32)
+    norms, counters = np.empty(m, np.float32), np.zeros(count + _DONE, np.int64)
+    job = np.empty(1, _JOB)
     task = job[0]
-    task.unit, task.images, task.counters = unit.ctypes.data, images.ctypes.data, counters.ctypes.data
+    task.query, task.norms, task.unit = query.ctypes.data, norms.ctypes.data, unit.ctypes.data
+    task.images, task.counters = images.ctypes.data, counters.ctypes.data
     task.result, task.entropies = result.ctypes.data, entropies.ctypes.data
-    task.count, task.m = entropies.shape
-    task.padded, task.width = unit.shape
-    task.tau, task.scale, task.floor = tau, scale, entropy_floor
-    run_in_team(parallel, region, job, threads)
+    task.count, task.m, task.padded, task.width = count, m, padded, width
+    task.norm_floor, task.tau, task.scale, task.entropy_floor = norm_floor, tau, scale, entropy_floor
+    run_in_team(parallel, region, job, threads, (unit, norms, counters))
+    for i in range(m):
+        if not norms[i] < np.inf:
+            return i
     return -1
 
 
@@ -312,13 +367,11 @@ def query_affinities(
             alive.append(rows)
         table.append((rows.data_ptr(), lengths.data_ptr(), n, STORED[rows.dtype], end))
         end += m * n
-    unit = np.empty((-(-m // 3) * 3, width), dtype=np.float32)
     result, entropies = np.empty(end, dtype=np.float32), np.empty((len(images), m))
-    counters, job = np.zeros(len(images) + _DONE, dtype=np.int64), np.empty(1, dtype=_JOB)
     threads = torch.get_num_threads() if end // m * width >= _WORTH_SPLITTING else 1
     numbers = (float(max(norm_floor, _SMALLEST)), float(max(tau, _SMALLEST)), 2.0**bits, float(entropy_floor))
-    team = (counters, job, parallel_address(), _share.address(), threads)
-    bad = _ask(query, *numbers, np.array(table), unit, result, entropies, *team)
+    team = (parallel_address(), _share.address(), threads)
+    bad = _ask(query, *numbers, np.array(table), result, entropies, *team)
     begins = [entry[_BEGIN] for entry in table]
     found = [result[a:b].reshape(m, -1) for a, b in pairwise([*begins, end])]
     return list(zip(found, entropies, strict=True)), bad

@@ -48,15 +48,16 @@ def count_of(_, counters, index):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def run_in_team(_, parallel, function, data, workers):  # type: ignore[no-untyped-def]
+def run_in_team(_, parallel, function, data, workers, alive):  # type: ignore[no-untyped-def]
     """Run a `Region` in a team of threads, each with the address of ``data``'s first entry.
 
     ``parallel`` and ``function`` are the addresses from `stacktok.kernels.threads.parallel` and `Region`; without the
-    former, or with one worker, the calling thread runs it alone.
+    former, or with one worker, the calling thread runs it alone. ``alive`` is a tuple of the arrays that ``data`` has
+    the addresses of: a compiled function frees its arrays after the last line that names them.
     """
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        parallel, function, data, workers = arguments
+        parallel, function, data, workers, _ = arguments
         first = builder.bitcast(context.make_array(signature.args[2])(context, builder, data).data, _BYTES)
         region = ir.FunctionType(ir.VoidType(), [_BYTES]).as_pointer()
         call = ir.FunctionType(ir.VoidType(), [_BYTES, _BYTES, _INT, _INT]).as_pointer()
@@ -73,4 +74,4 @@ def run_in_team(_, parallel, function, data, workers):  # type: ignore[no-untype
                 builder.call(builder.inttoptr(parallel, call), [body, first, count, _INT(0)])
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, data, types.int64), generate
+    return types.void(types.int64, types.int64, data, types.int64, alive), generate
