@@ -112,11 +112,12 @@ def test_a_deficit_that_coverage_cannot_repair_falls_back_to_relevance(backend):
     a_qv = np.zeros((1, 8), dtype=np.float32)
     a_qv[0, 5] = 0.5
     chosen = get_backend(backend)
-    walk = chosen.walk(chosen.ground(a_vv), a_qv, np.ones(8, dtype=bool), Rule.GATED, 1, 0.0)
+    walk = chosen.walk(chosen.ground(a_vv, np.ones(8, dtype=bool)), a_qv, Rule.GATED, 1, 0.0)
     walk.extend(4, np.full(4, 1e9))
-    assert walk.order[:4].tolist() == [2, 5, 0, 1]
-    assert [CRITERIA[code] for code in walk.criterion[:4]] == ["coverage", "relevance", "fill", "fill"]
-    assert walk.bound[:4].all()
+    order, criteria, bound = walk.picks[:, :4]
+    assert order.tolist() == [2, 5, 0, 1]
+    assert [CRITERIA[code] for code in criteria] == ["coverage", "relevance", "fill", "fill"]
+    assert bound.all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

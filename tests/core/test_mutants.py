@@ -17,14 +17,14 @@ CPU = "kernels/cpu.py"
 MUTANTS = {
     "gate ignored": (
         REFERENCE,
-        "deficit = bool(targets[t] > self.coverage_sums[t])",
+        "deficit = bool(targets[t] > coverage_sums[t])",
         "deficit = False",
         GATE,
     ),
     "target shifted by one": (
         "core/trajectory.py",
-        "self._walk.extend(k, self.targets(k))",
-        "self._walk.extend(k, self.targets(k)[1:])",
+        "self._walk.extend(k, self._aim(k, k if horizon is None else horizon))",
+        "self._walk.extend(k, self._aim(k, k if horizon is None else horizon)[1:])",
         GATE,
     ),
     "tie to the last": (

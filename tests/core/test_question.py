@@ -14,7 +14,7 @@ import stacktok
 from stacktok.core.affinity import query_sides
 from stacktok.core.parameters import Parameters
 from stacktok.kernels import question as module
-from stacktok.kernels.question import query_affinities
+from stacktok.kernels.question import Tokens, query_affinities
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -29,7 +29,7 @@ def query(m, d):
 
 
 def ask(rows, images, tau=0.1, bits=40, norm_floor=1e-8, entropy_floor=1e-12):
-    return query_affinities(rows, images, tau, bits, norm_floor, entropy_floor)
+    return query_affinities(rows, [Tokens.of(*one) for one in images], tau, bits, norm_floor, entropy_floor)
 
 
 @given(

@@ -36,14 +36,14 @@ def meet(address):
 
 @Kernel
 def run(job, parallel, region, workers):
-    run_in_team(parallel, region, job, workers)
+    run_in_team(parallel, region, job, workers, ())
 
 
 @Kernel
 def run_on(numbers, job, parallel, region, workers):
     job[0] = numbers.ctypes.data
     job[1] = len(numbers) - 2
-    run_in_team(parallel, region, job, workers)
+    run_in_team(parallel, region, job, workers, (numbers,))
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])

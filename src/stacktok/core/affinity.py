@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from numpy.typing import NDArray
 
 from stacktok.core.inputs import Array, as_matrix, check_same_device
 from stacktok.core.parameters import Parameters
+
+if TYPE_CHECKING:
+    from stacktok.kernels.question import Tokens
 
 Affinity = NDArray[np.floating]
 """A non-negative matrix on its grid, in host memory, C order, float32 or float64."""
@@ -84,14 +87,14 @@ class Embeddings:
         Their norms, not below the floor, (n,).
     equal
         Copies among them.
-    compiled
-        Whether compiled code takes them: in host memory, in float32 or half precision.
+    tokens
+        The same as compiled code takes them, if it does: in host memory, in float32 or half precision.
     """
 
     rows: torch.Tensor
     lengths: torch.Tensor
     equal: Copies | None
-    compiled: bool
+    tokens: Tokens | None
 
     @classmethod
     def of(cls, rows: torch.Tensor, norm_epsilon: float, name: str) -> Embeddings:
@@ -99,12 +102,12 @@ class Embeddings:
         norms = row_norms(rows, name)
         if rows.element_size() < 2:
             rows = rows.to(norms.dtype)
-        equal, rows = copies(rows, norms), rows.contiguous()
-        compiled = rows.device.type == "cpu" and rows.dtype != torch.float64
-        if compiled:
-            # Torch does not let go of memory that numpy has seen, and compiled code goes by its address.
-            rows.view(torch.int16).numpy()
-        return cls(rows, _floored(norms, norm_epsilon), equal, compiled)
+        equal, rows, lengths = copies(rows, norms), rows.contiguous(), _floored(norms, norm_epsilon)
+        if rows.device.type != "cpu" or rows.dtype == torch.float64:
+            return cls(rows, lengths, equal, None)
+        from stacktok.kernels.question import Tokens
+
+        return cls(rows, lengths, equal, Tokens.of(rows, lengths))
 
 
 class QuerySide(NamedTuple):
@@ -148,13 +151,14 @@ def query_sides(query: torch.Tensor, images: Sequence[Embeddings], parameters: P
     """
     if not query.shape[0]:
         return [QuerySide.empty(image.rows.shape[0]) for image in images]
-    if query.dtype != torch.float64 and all(image.compiled for image in images):
+    tokens = [image.tokens for image in images if image.tokens is not None]
+    if query.dtype != torch.float64 and len(tokens) == len(images):
         from stacktok.kernels.question import query_affinities
 
         rows = query.float().contiguous()
         found, bad = query_affinities(
             rows.numpy(),
-            [(image.rows, image.lengths) for image in images],
+            tokens,
             parameters.tau_query,
             grid_bits(query.shape[0]),
             parameters.norm_epsilon,

@@ -36,7 +36,7 @@ def budget_share(budget: object) -> int | Fraction:
     """The budget as a checked count (int) or as an exact fraction of the encoded positions."""
     if isinstance(budget, bool):
         raise TypeError(f"budget={budget!r} is a bool; {_REMEDY}")
-    if isinstance(budget, Integral):
+    if isinstance(budget, (int, Integral)):
         if budget < 0:
             raise ValueError(f"budget={budget!r} is negative; {_REMEDY}")
         return int(budget)

@@ -27,9 +27,11 @@ def as_matrix(value: Any, name: str) -> torch.Tensor:
         raise TypeError(f"{name} has type {type(value).__name__}; give a torch tensor or a numpy array")
     if tensor.ndim != 2:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; give a matrix of two dimensions, one row per token")
+    if tensor.is_floating_point():
+        return tensor
     if tensor.is_complex() or tensor.dtype == torch.bool:
         raise TypeError(f"{name} has dtype {tensor.dtype}; give real numbers")
-    return tensor if tensor.is_floating_point() else tensor.double()
+    return tensor.double()
 
 
 def check_same_device(**tensors: torch.Tensor) -> None:

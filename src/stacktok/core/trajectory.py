@@ -41,9 +41,9 @@ class Support:
         self.vision_affinity, self.eligible, self.backend = vision_affinity, eligible, backend
         self.n = len(vision_affinity)
         self.capacity = int(eligible.sum())
-        self.ground = backend.ground(vision_affinity)
+        self.ground = backend.ground(vision_affinity, eligible)
         no_query = np.zeros((0, self.n), dtype=vision_affinity.dtype)
-        self._chain = backend.walk(self.ground, no_query, eligible, Rule.COVERAGE, 1, 0.0)
+        self._chain = backend.walk(self.ground, no_query, Rule.COVERAGE, 1, 0.0)
         self._extending = threading.Lock()
 
     def reference(self, k: int) -> Floats:
@@ -51,7 +51,7 @@ class Support:
         with self._extending:
             if k > self._chain.length:
                 self._chain.extend(k, np.zeros(k))
-            return self._chain.coverage_sums[: k + 1]
+            return self._chain.sums[1, : k + 1]
 
     @staticmethod
     def extend_references(units: Sequence[Support], sizes: Sequence[int]) -> None:
@@ -89,37 +89,36 @@ class Trajectory:
         self._walk: Walk = support.backend.walk(
             support.ground,
             query.affinity,
-            support.eligible,
             _rule(self.m, parameters),
             self.depth,
             parameters.alpha,
         )
-        self._horizon = 0
+        # N theta_t, Eq. (support-target), from t = 0 to where it has walked.
+        self._targets = np.zeros(0)
 
     def advance(self, k: int, horizon: int | None = None) -> None:
         """Walk to at least k tokens; ``horizon`` is the size whose target `target="final"` holds throughout."""
-        self._horizon = k if horizon is None else horizon
-        if k > self._walk.length:
-            self._walk.extend(k, self.targets(k))
+        if k >= len(self._targets):
+            self._walk.extend(k, self._aim(k, k if horizon is None else horizon))
 
     @staticmethod
     def advance_together(walks: Sequence[Trajectory], lengths: Sequence[int], horizons: Sequence[int]) -> None:
         """`advance` several units beside each other."""
         final = walks[0].parameters.target == "final"
         Support.extend_references([walk.support for walk in walks], horizons if final else lengths)
-        for walk, horizon in zip(walks, horizons, strict=True):
-            walk._horizon = horizon
-        targets = [walk.targets(length) for walk, length in zip(walks, lengths, strict=True)]
+        targets = [walk._aim(*ends) for walk, *ends in zip(walks, lengths, horizons, strict=True)]
         walks[0].support.backend.extend([walk._walk for walk in walks], lengths, targets)
 
-    def targets(self, k: int) -> Floats:
-        """N theta_t for t = 0..k, Eq. (support-target)."""
+    def _aim(self, k: int, horizon: int) -> Floats:
+        """The targets of a walk to k tokens."""
         if self.parameters.criterion == "relevance":
             # Nothing is asked of coverage: it only takes over where relevance has saturated.
-            return np.zeros(k + 1)
-        if self.parameters.target == "final":
-            return np.full(k + 1, target_sums(self.support.reference(self._horizon), self.strictness)[-1])
-        return target_sums(self.support.reference(k), self.strictness)
+            self._targets = np.zeros(k + 1)
+        elif self.parameters.target == "final":
+            self._targets = np.full(k + 1, target_sums(self.support.reference(horizon), self.strictness)[-1])
+        else:
+            self._targets = target_sums(self.support.reference(k), self.strictness)
+        return self._targets
 
     @property
     def length(self) -> int:
@@ -131,27 +130,25 @@ class Trajectory:
         from stacktok.kernels.merge import nominee_gains
 
         walk, last = self._walk, self._walk.length
-        tokens[first:last] = walk.order[first:last]
-        nominee_gains(walk.relevance_sums, walk.coverage_sums, self.m, self.n, gains, first, last)
+        tokens[first:last] = walk.picks[0, first:last]
+        nominee_gains(walk.sums, self.m, self.n, gains, first, last)
 
     def record(self, k: int) -> Selection:
         """The record at k tokens, with swaps if the parameters ask for them."""
-        walk, rows = self._walk, max(1, self.m)
-        relevance = walk.relevance_sums[: k + 1] / rows
-        coverage = walk.coverage_sums[: k + 1] / self.n
-        order = walk.order[:k].copy()
+        relevance, coverage = self._walk.sums[:, : k + 1] / np.array([[max(1.0, self.m)], [float(self.n)]])
+        order, criteria, bound = self._walk.picks[:, :k].copy()
         selection = Selection(
             n=self.n,
             m=self.m,
             k=k,
             indices=np.sort(order),
             order=order,
-            criterion=tuple(_CRITERIA[walk.criterion[:k]].tolist()),
-            bound=walk.bound[:k].astype(np.bool_),
+            criterion=tuple(_CRITERIA[criteria].tolist()),
+            bound=bound.astype(np.bool_),
             relevance=relevance,
             coverage=coverage,
             reference=self.support.reference(k) / self.n,
-            target=self.targets(k) / self.n,
+            target=self._targets[: k + 1] / self.n,
             strictness=self.strictness,
             swaps=(),
             final_relevance=float(relevance[k]),
@@ -178,7 +175,7 @@ class Trajectory:
             selection.indices,
             support.eligible,
             self.depth,
-            float(self.targets(k)[k]),
+            float(self._targets[k]),
             parameters.swap_epsilon,
             parameters.swap_passes,
         )

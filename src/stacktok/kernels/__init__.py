@@ -36,16 +36,19 @@ CRITERIA = ("relevance", "coverage", "scalarized", "fill")
 class Walk(Protocol):
     """A greedy selection in progress on one image: Algorithm 1, as far as it has been extended.
 
-    Arrays grow with the walk; the first ``length`` entries (``length + 1`` for sums) are valid. ``bound`` is 1 where
-    the gate called for coverage.
+    Attributes
+    ----------
+    length
+        Number of tokens, and of columns that are valid in ``picks`` (one more in ``sums``).
+    sums
+        m R(S_t) and n C(S_t), from t = 0 on, (2, ...).
+    picks
+        Tokens, the codes of their criteria, and 1 where the gate called for coverage, (3, ...).
     """
 
     length: int
-    order: Ints
-    criterion: Ints
-    bound: Ints
-    relevance_sums: Floats
-    coverage_sums: Floats
+    sums: Floats
+    picks: Ints
 
     def extend(self, length: int, targets: Floats) -> None:
         """Continue to ``length`` tokens; ``targets[t]`` is n theta_t, needed for every t < length."""
@@ -56,14 +59,13 @@ class Backend(Protocol):
 
     name: str
 
-    def ground(self, vision_affinity: Affinity) -> Any:
-        """What walks need of A^vv, (n, n), and no question changes, in the form that suits this backend."""
+    def ground(self, vision_affinity: Affinity, eligible: Mask) -> Any:
+        """What no question changes, A^vv, (n, n), and the positions that may be kept, as suits this backend."""
 
     def walk(
         self,
         ground: Any,
         query_affinity: Affinity,
-        eligible: Mask,
         rule: Rule,
         depth: int | None,
         alpha: float,
@@ -73,11 +75,9 @@ class Backend(Protocol):
         Parameters
         ----------
         ground
-            What `ground` made of A^vv.
+            From `ground`.
         query_affinity
             A^qv, (m, n), on its grid.
-        eligible
-            Positions that may be kept, (n,).
         rule
             What scores the candidates.
         depth

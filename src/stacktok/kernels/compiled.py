@@ -57,16 +57,17 @@ class Region:
         self._function = function
         self._compiling = threading.Lock()
         self._compiled: Any = None
+        self._address = 0
 
     def address(self) -> int:
         """Where the compiled function is."""
-        if self._compiled is None:
+        if not self._address:
             with self._compiling, _patience(Kernel.patience, lambda: True):
-                if self._compiled is None:
+                if not self._address:
                     signature = numba.types.void(numba.types.voidptr)
                     self._compiled = _cached(partial(numba.cfunc, signature, nopython=True), self._function)
-        address: int = self._compiled.address
-        return address
+                    self._address = self._compiled.address
+        return self._address
 
 
 @contextmanager

@@ -106,14 +106,11 @@ def _state_size(n, m, capacity, depth):  # type: ignore[no-untyped-def]
 
 @compiled
 def _carve_record(state, capacity):  # type: ignore[no-untyped-def]
-    """What a walk has to show for itself: sums of relevance and coverage, order, criteria, and where the gate bound."""
-    first, second, third, fourth = 2 * capacity + 2, 3 * capacity + 2, 4 * capacity + 2, 5 * capacity + 2
+    """What a walk has to show for itself: see `stacktok.kernels.Walk`."""
+    end = 2 * capacity + 2
     return (
-        state[: capacity + 1],
-        state[capacity + 1 : first],
-        state[first:second].view(np.int64),
-        state[second:third].view(np.int64),
-        state[third:fourth].view(np.int64),
+        state[:end].reshape((2, capacity + 1)),
+        state[end : end + 3 * capacity].view(np.int64).reshape((3, capacity)),
     )
 
 
@@ -136,10 +133,12 @@ def _carve(state, n, m, capacity, depth, entries):  # type: ignore[no-untyped-de
 
 
 @compiled
-def _steps(av, columns, sums, aq, eligible, rule, depth, alpha, capacity, state, targets, start, stop):  # type: ignore[no-untyped-def]
+def _steps(av, columns, sums, eligible, capacity, aq, rule, depth, alpha, state, targets, start, stop):  # type: ignore[no-untyped-def]
     """Steps of Algorithm 1; returns the step before which an update is worth splitting, or stop."""
     n, m = av.shape[0], aq.shape[0]
-    relevance_sums, coverage_sums, order, criterion, bound = _carve_record(state, capacity)
+    totals, picks = _carve_record(state, capacity)
+    relevance_sums, coverage_sums = totals[0], totals[1]
+    order, criterion, bound = picks[0], picks[1], picks[2]
     carved = _carve(state, n, m, capacity, depth, av)
     stale, coverage_gains, relevance_gains, largest, threshold, raised, synced = carved
     if start == 0:
@@ -238,7 +237,7 @@ _WALK = np.dtype(
     [
         (name, np.float64 if name == "alpha" else np.int64)
         for name in (
-            "av", "columns", "sums", "aq", "eligible", "rule", "depth", "alpha", "capacity", "state", "n", "m", "start",
+            "av", "columns", "sums", "eligible", "capacity", "aq", "rule", "depth", "alpha", "state", "n", "m", "start",
             "stop",
         )
     ]
@@ -247,7 +246,7 @@ _TEAM = np.dtype([(name, np.int64) for name in ("walks", "targets", "counters", 
 
 
 @Kernel
-def _describe(av, columns, sums, aq, eligible, rule, depth, alpha, capacity, state, walk):  # type: ignore[no-untyped-def]
+def _describe(av, columns, sums, eligible, capacity, aq, rule, depth, alpha, state, walk):  # type: ignore[no-untyped-def]
     w = walk[0]
     w.av, w.columns, w.sums = av.ctypes.data, columns.ctypes.data, sums.ctypes.data
     w.aq, w.eligible, w.state = aq.ctypes.data, eligible.ctypes.data, state.ctypes.data
@@ -287,12 +286,12 @@ def _share(address):  # type: ignore[no-untyped-def]
                 carray(memory(w.av), (w.n, w.n), np.float32),
                 carray(memory(w.columns), (w.n, w.n), np.float32),
                 carray(memory(w.sums), (w.n,), np.float64),
-                carray(memory(w.aq), (w.m, w.n), np.float32),
                 carray(memory(w.eligible), (w.n,), np.bool_),
+                w.capacity,
+                carray(memory(w.aq), (w.m, w.n), np.float32),
                 w.rule,
                 w.depth,
                 w.alpha,
-                w.capacity,
                 carray(memory(w.state), (_state_size(w.n, w.m, w.capacity, w.depth),), np.float64),
                 targets[c],
                 w.start,
@@ -438,11 +437,15 @@ class Ground(NamedTuple):
         Its transpose, (n, n): in memory of its own where that is worth it.
     sums
         Sums of its columns, (n,): the gains of the empty set.
+    eligible, capacity
+        Positions that may be kept, (n,), and their number.
     """
 
     matrix: Affinity
     columns: Affinity
     sums: Floats
+    eligible: Mask
+    capacity: int
 
 
 class CpuWalk:
@@ -452,21 +455,19 @@ class CpuWalk:
         self,
         ground: Ground,
         query_affinity: Affinity,
-        eligible: Mask,
         rule: Rule,
         depth: int | None,
         alpha: float,
     ) -> None:
-        n, m, capacity = len(eligible), len(query_affinity), int(np.count_nonzero(eligible))
+        (m, n), capacity = query_affinity.shape, ground.capacity
         # A depth that no set reaches is an unlimited one.
         levels = _UNLIMITED if depth is None or depth > capacity else int(depth)
         # One piece of memory, which the first step fills: a walk may take a fifth of a millisecond.
         state = np.empty(_state_size.py_func(n, m, capacity, levels))
-        record = _carve_record.py_func(state, capacity)
-        self.relevance_sums, self.coverage_sums, self.order, self.criterion, self.bound = record
-        self.relevance_sums[0] = self.coverage_sums[0] = 0.0
+        self.sums, self.picks = _carve_record.py_func(state, capacity)
+        self.sums[:, 0] = 0.0
         self.length = 0
-        self.steps = (*ground, query_affinity, eligible, int(rule), levels, float(alpha), capacity, state)
+        self.steps = (*ground, query_affinity, int(rule), levels, float(alpha), state)
 
     def extend(self, length: int, targets: Floats) -> None:
         while self.length < length:
@@ -477,7 +478,7 @@ class CpuWalk:
 
     def _split_update(self) -> None:
         """Bring coverage gains up to date on all cores."""
-        matrix, _, _, query_affinity, _, _, levels, _, capacity, state = self.steps
+        matrix, _, _, _, capacity, query_affinity, _, levels, _, state = self.steps
         sizes = (len(matrix), len(query_affinity), capacity, levels)
         stale, coverage_gains, _, _, _, raised, synced = _carve.py_func(state, *sizes, matrix)
         over_ranges(len(matrix), _lower_gains, matrix, stale, synced, raised, coverage_gains)
@@ -487,7 +488,7 @@ class CpuWalk:
     @cached_property
     def description(self) -> Ints | None:
         """What `_share` needs to know, a `_WALK` as plain numbers, if the matrices are what it takes them for."""
-        matrix, columns, _, query_affinity = self.steps[:4]
+        matrix, columns, _, _, _, query_affinity = self.steps[:6]
         if not (matrix.dtype == query_affinity.dtype == np.float32 and columns.flags.c_contiguous):
             return None
         description = np.empty(1, dtype=_WALK)
@@ -500,23 +501,24 @@ class CpuBackend:
 
     name = "cpu"
 
-    def ground(self, vision_affinity: Affinity) -> Ground:
+    def ground(self, vision_affinity: Affinity, eligible: Mask) -> Ground:
         columns = vision_affinity.T
         if vision_affinity.size <= _WORTH_TURNING:
             columns = empty_matrix(len(columns), columns.dtype)
             torch.from_numpy(columns).copy_(torch.from_numpy(vision_affinity).T)
-        return Ground(vision_affinity, columns, _column_sums(vision_affinity))
+        return Ground(
+            vision_affinity, columns, _column_sums(vision_affinity), eligible, int(np.count_nonzero(eligible))
+        )
 
     def walk(
         self,
         ground: Ground,
         query_affinity: Affinity,
-        eligible: Mask,
         rule: Rule,
         depth: int | None,
         alpha: float,
     ) -> CpuWalk:
-        return CpuWalk(ground, query_affinity, eligible, rule, depth, alpha)
+        return CpuWalk(ground, query_affinity, rule, depth, alpha)
 
     def extend(self, walks: Sequence[CpuWalk], lengths: Sequence[int], targets: Sequence[Floats]) -> None:
         shorter = [c for c, walk in enumerate(walks) if walk.length < lengths[c]]

@@ -11,9 +11,9 @@ from stacktok.kernels.compiled import Kernel
 
 
 @Kernel
-def _gains(relevance, coverage, rows, n, gains, first, last):  # type: ignore[no-untyped-def]
+def _gains(sums, rows, n, gains, first, last):  # type: ignore[no-untyped-def]
     for t in range(first, last):
-        gains[t] = (relevance[t + 1] - relevance[t]) / rows + (coverage[t + 1] - coverage[t]) / n
+        gains[t] = (sums[0, t + 1] - sums[0, t]) / rows + (sums[1, t + 1] - sums[1, t]) / n
 
 
 @Kernel
@@ -40,13 +40,13 @@ def _merge(tokens, gains, known, limits, sizes, winners, chosen, nominees, nomin
     return step
 
 
-def nominee_gains(relevance: Floats, coverage: Floats, m: int, n: int, gains: Floats, first: int, last: int) -> None:
+def nominee_gains(sums: Floats, m: int, n: int, gains: Floats, first: int, last: int) -> None:
     """The gains h = Delta_R + Delta_C of nominees first to last of a crop's run, Eq. (crop-nominee).
 
     Parameters
     ----------
-    relevance, coverage
-        Sums of relevance and coverage along the run.
+    sums
+        Of relevance and coverage along the run, (2, ...).
     m, n
         Rows of the query and of A^vv, by which the sums are divided.
     gains
@@ -54,7 +54,7 @@ def nominee_gains(relevance: Floats, coverage: Floats, m: int, n: int, gains: Fl
     first, last
         Which.
     """
-    _gains(relevance, coverage, max(1, m), n, gains, first, last)
+    _gains(sums, max(1, m), n, gains, first, last)
 
 
 class Merge(NamedTuple):

@@ -8,9 +8,10 @@ twice as long per core; and here a token's products do not depend on its place o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from stacktok.core.affinity import Affinity
-from stacktok.kernels import Floats
+from stacktok.kernels import Floats, Ints
 from stacktok.kernels.compiled import Kernel, Region, compiled
 from stacktok.kernels.team import count_of, count_up, memory, run_in_team
 from stacktok.kernels.threads import parallel_address
@@ -43,11 +44,22 @@ _FLOAT32, _BFLOAT16, _FLOAT16 = range(3)
 STORED = {torch.float32: _FLOAT32, torch.bfloat16: _BFLOAT16, torch.float16: _FLOAT16}
 """Types of embeddings that a question takes as they are."""
 
+# Entries of a row that are handled at a time.
+_STRIP = 256
+# Numbers and their parts as bits of float64.
+_ONE, _ROOT_OF_HALF = (np.float64(x).view(np.uint64) for x in (1.0, 0.5**0.5))
+_TWO_TO_52, _FRACTION = np.float64(2.0**52).view(np.uint64), np.uint64((1 << 52) - 1)
+_ODD = tuple(range(21, 0, -2))
+_FACTORS = tuple(range(7, 0, -1))
+_LOG_2 = math.log(2)
+# Of which the first has so few digits that its multiples are exact.
+_LOG_2_HIGH = np.float32(355 / 512)
+_LOG_2_LOW = np.float32(_LOG_2 - 355 / 512)
+
 _SMALLEST = float(np.finfo(np.float32).tiny)
 
-# What threads are told of an image: addresses of its embeddings and their lengths, number of tokens, type, and where
-# its result begins.
-_ROWS, _LENGTHS, _TOKENS, _TYPE, _BEGIN = range(5)
+# What threads are told of an image: addresses of its embeddings and their lengths, number of tokens, type.
+_ROWS, _LENGTHS, _TOKENS, _TYPE = range(4)
 # What threads count together: rows of the query taken and done, portions taken, rows of affinities taken, and from there
 # on the portions done of every image.
 _UNITS_TAKEN, _UNITS_DONE, _PORTIONS_TAKEN, _ROWS_TAKEN, _DONE = range(5)
@@ -58,6 +70,7 @@ _JOB = np.dtype(
         ("norms", np.int64),
         ("unit", np.int64),
         ("images", np.int64),
+        ("begins", np.int64),
         ("counters", np.int64),
         ("result", np.int64),
         ("entropies", np.int64),
@@ -193,26 +206,85 @@ def _to_length_one(row, floor, unit, i):  # type: ignore[no-untyped-def]
     return norm
 
 
+@partial(compiled, fastmath={"contract"}, error_model="numpy")
+def _logarithms(x, scratch):  # type: ignore[no-untyped-def]
+    """Replace positive numbers by their logarithms; in a form that a compiler turns into vectors.
+
+    x = 2^e f with f from sqrt(1/2) to sqrt(2), and log f = 2 artanh s with s = (f - 1) / (f + 1), |s| < 0.172.
+    """
+    bits, exponents = x.view(np.uint64), scratch.view(np.uint64)
+    for j in range(len(x)):
+        shifted = bits[j] + (_ONE - _ROOT_OF_HALF)
+        # As the lowest bits of 2^52, so that no conversion is needed.
+        exponents[j] = (shifted >> np.uint64(52)) | _TWO_TO_52
+        bits[j] = (shifted & _FRACTION) + _ROOT_OF_HALF
+    for j in range(len(x)):
+        s = (x[j] - 1.0) / (x[j] + 1.0)
+        z = s * s
+        series = 0.0
+        for k in _ODD:
+            series = series * z + 1.0 / k
+        x[j] = (scratch[j] - (2.0**52 + 1023)) * _LOG_2 + 2.0 * s * series
+
+
 @compiled
-def _entropy(row, floor):  # type: ignore[no-untyped-def]
-    """H_i of Eq. (beta): -sum a log max(a, floor) over a row."""
+def _entropy(row, floor, scratch):  # type: ignore[no-untyped-def]
+    """H_i of Eq. (beta): -sum a log max(a, floor) over a row; ``scratch`` is (3, _STRIP), float64."""
+    terms, totals = scratch[0], scratch[2, :_LANES]
+    totals[:] = 0
+    for start in range(0, len(row), _STRIP):
+        strip = row[start : start + _STRIP]
+        for j in range(len(strip)):
+            terms[j] = max(np.float64(strip[j]), floor)
+        terms[len(strip) :] = 1
+        _logarithms(terms, scratch[1])
+        for j in range(len(strip)):
+            terms[j] *= np.float64(strip[j])
+        for first in range(0, _STRIP, _LANES):
+            for lane in range(_LANES):
+                totals[lane] -= terms[first + lane]
     total = 0.0
-    for a in row:
-        total -= np.float64(a) * np.log(max(np.float64(a), floor))
+    for lane in range(_LANES):
+        total += totals[lane]
     return total
 
 
-@partial(compiled, fastmath={"reassoc", "nnan", "nsz"})
-def _softmax_on_grid(row, lengths, tau, scale):  # type: ignore[no-untyped-def]
+@partial(compiled, fastmath={"contract"}, error_model="numpy")
+def _exponentials(x, scratch):  # type: ignore[no-untyped-def]
+    """Replace numbers up to 0 by their exponentials; in a form that a compiler turns into vectors.
+
+    exp x = 2^e exp r with e = rint(x / log 2), so that |r| < 0.347 and seven terms of the series are enough.
+    """
+    powers = scratch.view(np.int32)
+    for j in range(len(x)):
+        # Below are numbers that round to 0 on every grid.
+        bounded = max(x[j], np.float32(-87))
+        e = np.rint(bounded * np.float32(1 / _LOG_2))
+        powers[j] = (np.int32(e) + np.int32(127)) << np.int32(23)
+        r = (bounded - e * _LOG_2_HIGH) - e * _LOG_2_LOW
+        series = np.float32(1)
+        for k in _FACTORS:
+            series = series * (r * np.float32(1 / k)) + np.float32(1)
+        x[j] = series
+    for j in range(len(x)):
+        x[j] *= scratch[j]
+
+
+@partial(compiled, fastmath={"reassoc", "nnan", "nsz"}, error_model="numpy")
+def _softmax_on_grid(row, lengths, tau, scale, scratch):  # type: ignore[no-untyped-def]
     """Replace products by the softmax of cosines over tau, rounded to the grid."""
     highest = np.float32(-np.inf)
     for j in range(len(row)):
         row[j] /= lengths[j]
         highest = max(highest, row[j])
     # The maximum goes before the division, so that no temperature is too small.
+    for j in range(len(row)):
+        row[j] = (row[j] - highest) / tau
+    for start in range(0, len(row), _STRIP):
+        strip = row[start : start + _STRIP]
+        _exponentials(strip, scratch)
     total = 0.0
     for j in range(len(row)):
-        row[j] = np.exp((row[j] - highest) / tau)
         total += np.float64(row[j])
     sum32 = np.float32(total)
     for j in range(len(row)):
@@ -236,7 +308,8 @@ def _share(address):  # type: ignore[no-untyped-def]
     """What every thread does: take rows of the query, portions of tokens, rows of affinities, until there are no more."""
     job = carray(address, (1,), _JOB)[0]
     counters = carray(memory(job.counters), (job.count + _DONE,), np.int64)
-    images = carray(memory(job.images), (job.count, 5), np.int64)
+    images = carray(memory(job.images), (job.count, 4), np.int64)
+    begins = carray(memory(job.begins), (job.count + 1,), np.int64)
     query = carray(memory(job.query), (job.m, job.width), np.float32)
     norms = carray(memory(job.norms), (job.m,), np.float32)
     unit = carray(memory(job.unit), (-(-job.width // _COLUMNS), job.padded, _COLUMNS), np.float32)
@@ -255,11 +328,11 @@ def _share(address):  # type: ignore[no-untyped-def]
     for i in range(job.m):
         if not norms[i] < np.inf:
             return
-    entries = images[job.count - 1, _BEGIN] + job.m * images[job.count - 1, _TOKENS]
-    result = carray(memory(job.result), (entries,), np.float32)
+    result = carray(memory(job.result), (begins[job.count],), np.float32)
     entropies = carray(memory(job.entropies), (job.count, job.m), np.float64)
     block = np.empty((_TOKENS_WIDE, _COLUMNS), np.float32)
     sums = np.empty((job.padded, _TOKENS_WIDE, _LANES), np.float32)
+    scratch = np.empty((3, _STRIP))
     image, passed = 0, 0
     while True:
         portion = count_up(counters, _PORTIONS_TAKEN)
@@ -270,8 +343,7 @@ def _share(address):  # type: ignore[no-untyped-def]
             break
         tokens = images[image, _TOKENS]
         first, last = _tokens_of(portion - passed, tokens)
-        begin = images[image, _BEGIN]
-        products = result[begin : begin + job.m * tokens].reshape((job.m, tokens))
+        products = result[begins[image] : begins[image + 1]].reshape((job.m, tokens))
         rows, kind = images[image, _ROWS], images[image, _TYPE]
         _multiply(rows, kind, tokens, unit, job.width, first, last, block, sums, products)
         count_up(counters, _DONE + image)
@@ -284,11 +356,11 @@ def _share(address):  # type: ignore[no-untyped-def]
         # Another thread may be at its last portion.
         while count_of(counters, _DONE + image) < _portions(tokens):
             pass
-        begin = images[image, _BEGIN] + i * tokens
+        begin = begins[image] + i * tokens
         affinities = result[begin : begin + tokens]
         lengths = carray(memory(images[image, _LENGTHS]), (tokens,), np.float32)
-        _softmax_on_grid(affinities, lengths, job.tau, job.scale)
-        entropies[image, i] = _entropy(affinities, job.entropy_floor)
+        _softmax_on_grid(affinities, lengths, job.tau, job.scale, scratch[0].view(np.float32))
+        entropies[image, i] = _entropy(affinities, job.entropy_floor, scratch)
 
 
 @Kernel
@@ -298,14 +370,17 @@ def _ask(query, norm_floor, tau, scale, entropy_floor, images, result, entropies
     padded = -(-m // _ROWS_WIDE) * _ROWS_WIDE
     unit = np.empty((-(-width // _COLUMNS), padded, _COLUMNS), np.float32)
     norms, counters = np.empty(m, np.float32), np.zeros(count + _DONE, np.int64)
+    begins = np.zeros(count + 1, np.int64)
+    for c in range(count):
+        begins[c + 1] = begins[c] + m * images[c, _TOKENS]
     job = np.empty(1, _JOB)
     task = job[0]
     task.query, task.norms, task.unit = query.ctypes.data, norms.ctypes.data, unit.ctypes.data
-    task.images, task.counters = images.ctypes.data, counters.ctypes.data
+    task.images, task.begins, task.counters = images.ctypes.data, begins.ctypes.data, counters.ctypes.data
     task.result, task.entropies = result.ctypes.data, entropies.ctypes.data
     task.count, task.m, task.padded, task.width = count, m, padded, width
     task.norm_floor, task.tau, task.scale, task.entropy_floor = norm_floor, tau, scale, entropy_floor
-    run_in_team(parallel, region, job, threads, (unit, norms, counters))
+    run_in_team(parallel, region, job, threads, (unit, norms, begins, counters))
     for i in range(m):
         if not norms[i] < np.inf:
             return i
@@ -314,8 +389,9 @@ def _ask(query, norm_floor, tau, scale, entropy_floor, images, result, entropies
 
 @Kernel
 def _entropies(affinity, floor, entropies):  # type: ignore[no-untyped-def]
+    scratch = np.empty((3, _STRIP))
     for i in range(affinity.shape[0]):
-        entropies[i] = _entropy(affinity[i], floor)
+        entropies[i] = _entropy(affinity[i], floor, scratch)
 
 
 def row_entropies(affinity: Affinity, floor: float) -> Floats:
@@ -333,13 +409,37 @@ def row_entropies(affinity: Affinity, floor: float) -> Floats:
     return entropies
 
 
+class Tokens(NamedTuple):
+    """An image's embeddings, as compiled code takes them.
+
+    Attributes
+    ----------
+    n
+        Their number.
+    entry
+        What threads are told of them, (1, 4).
+    alive
+        The memory whose addresses it holds.
+    """
+
+    n: int
+    entry: Ints
+    alive: tuple[torch.Tensor, torch.Tensor]
+
+    @classmethod
+    def of(cls, rows: torch.Tensor, lengths: torch.Tensor) -> Tokens:
+        """Of embeddings, (n, d), of a type in `STORED`, and lengths, (n,), float32; contiguous, in host memory."""
+        n = len(rows)
+        kept = rows if n >= _TOKENS_WIDE else torch.cat([rows, rows.new_zeros((_TOKENS_WIDE - n, rows.shape[1]))])
+        for tensor in (kept, lengths):
+            # Torch does not let go of memory that numpy has seen.
+            tensor.view(torch.int16).numpy()
+        entry = np.array([[kept.data_ptr(), lengths.data_ptr(), n, STORED[rows.dtype]]])
+        return cls(n, entry, (kept, lengths))
+
+
 def query_affinities(
-    query: Floats32,
-    images: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    tau: float,
-    bits: int,
-    norm_floor: float,
-    entropy_floor: float,
+    query: Floats32, images: Sequence[Tokens], tau: float, bits: int, norm_floor: float, entropy_floor: float
 ) -> tuple[list[tuple[Floats32, Floats]], int]:
     """A^qv of one question for every image, (m, n_c), in C order, and the entropies of its rows, (m,).
 
@@ -350,7 +450,7 @@ def query_affinities(
     query
         Rows of the query, (m, d), m >= 1, in C order.
     images
-        Embeddings, (n_c, d), of a type in `STORED`, and their lengths, (n_c,), float32; contiguous, in host memory.
+        Embeddings of images or crops, of d columns.
     tau
         Temperature.
     bits
@@ -359,19 +459,15 @@ def query_affinities(
         Lower bounds of the query's norms, and of what logarithms are taken of.
     """
     m, width = query.shape
-    alive, table, end = [], [], 0
-    for rows, lengths in images:
-        n = lengths.shape[0]
-        if n < 4:
-            rows = torch.cat([rows, rows.new_zeros((4 - n, width))])
-            alive.append(rows)
-        table.append((rows.data_ptr(), lengths.data_ptr(), n, STORED[rows.dtype], end))
-        end += m * n
-    result, entropies = np.empty(end, dtype=np.float32), np.empty((len(images), m))
-    threads = torch.get_num_threads() if end // m * width >= _WORTH_SPLITTING else 1
+    tokens = sum([image.n for image in images])
+    result, entropies = np.empty(m * tokens, dtype=np.float32), np.empty((len(images), m))
+    threads = torch.get_num_threads() if tokens * width >= _WORTH_SPLITTING else 1
     numbers = (float(max(norm_floor, _SMALLEST)), float(max(tau, _SMALLEST)), 2.0**bits, float(entropy_floor))
-    team = (parallel_address(), _share.address(), threads)
-    bad = _ask(query, *numbers, np.array(table), result, entropies, *team)
-    begins = [entry[_BEGIN] for entry in table]
-    found = [result[a:b].reshape(m, -1) for a, b in pairwise([*begins, end])]
-    return list(zip(found, entropies, strict=True)), bad
+    table = np.concatenate([image.entry for image in images])
+    bad = _ask(query, *numbers, table, result, entropies, parallel_address(), _share.address(), threads)
+    found, begin = [], 0
+    for image, of_rows in zip(images, entropies, strict=True):
+        end = begin + m * image.n
+        found.append((result[begin:end].reshape(m, image.n), of_rows))
+        begin = end
+    return found, bad

@@ -19,8 +19,8 @@ class ReferenceWalk:
     def __init__(
         self,
         vision_affinity: Affinity,
-        query_affinity: Affinity,
         eligible: Mask,
+        query_affinity: Affinity,
         rule: Rule,
         depth: int | None,
         alpha: float,
@@ -31,25 +31,24 @@ class ReferenceWalk:
         self._candidates = torch.from_numpy(eligible.copy())
         capacity = int(eligible.sum())
         self.length = 0
-        self.order = np.empty(capacity, dtype=np.int64)
-        self.criterion = np.empty(capacity, dtype=np.int64)
-        self.bound = np.zeros(capacity, dtype=np.int64)
-        self.relevance_sums = np.zeros(capacity + 1)
-        self.coverage_sums = np.zeros(capacity + 1)
+        self.picks = np.empty((3, capacity), dtype=np.int64)
+        self.sums = np.zeros((2, capacity + 1))
 
     def extend(self, length: int, targets: Floats) -> None:
+        order, criteria, bound = self.picks
+        relevance_sums, coverage_sums = self.sums
         for t in range(self.length, length):
-            kept = self.order[:t].tolist()
+            kept = order[:t].tolist()
             relevance_gain = gain_sums(self._query, row_thresholds(self._query, kept, self._depth))
             coverage_gain = gain_sums(self._vision, row_thresholds(self._vision, kept))
-            deficit = bool(targets[t] > self.coverage_sums[t])
+            deficit = bool(targets[t] > coverage_sums[t])
             token, criterion = self._pick(relevance_gain, coverage_gain, deficit)
             self._candidates[token] = False
-            self.order[t] = token
-            self.criterion[t] = CRITERIA.index(criterion)
-            self.bound[t] = deficit and self._rule == Rule.GATED
-            self.relevance_sums[t + 1] = self.relevance_sums[t] + float(relevance_gain[token])
-            self.coverage_sums[t + 1] = self.coverage_sums[t] + float(coverage_gain[token])
+            order[t] = token
+            criteria[t] = CRITERIA.index(criterion)
+            bound[t] = deficit and self._rule == Rule.GATED
+            relevance_sums[t + 1] = relevance_sums[t] + float(relevance_gain[token])
+            coverage_sums[t + 1] = coverage_sums[t] + float(coverage_gain[token])
             self.length = t + 1
 
     def _pick(self, relevance: torch.Tensor, coverage: torch.Tensor, deficit: bool) -> tuple[int, str]:
@@ -78,19 +77,18 @@ class ReferenceBackend:
 
     name = "reference"
 
-    def ground(self, vision_affinity: Affinity) -> Affinity:
-        return vision_affinity
+    def ground(self, vision_affinity: Affinity, eligible: Mask) -> tuple[Affinity, Mask]:
+        return vision_affinity, eligible
 
     def walk(
         self,
-        ground: Affinity,
+        ground: tuple[Affinity, Mask],
         query_affinity: Affinity,
-        eligible: Mask,
         rule: Rule,
         depth: int | None,
         alpha: float,
     ) -> ReferenceWalk:
-        return ReferenceWalk(ground, query_affinity, eligible, rule, depth, alpha)
+        return ReferenceWalk(*ground, query_affinity, rule, depth, alpha)
 
     def extend(self, walks: Sequence[ReferenceWalk], lengths: Sequence[int], targets: Sequence[Floats]) -> None:
         for walk, length, aims in zip(walks, lengths, targets, strict=True):
