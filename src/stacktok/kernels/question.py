@@ -86,20 +86,22 @@ _JOB = np.dtype(
 )
 
 _FLOAT = ir.FloatType()
+_BYTES = ir.IntType(8).as_pointer()
 _VECTOR = ir.VectorType(_FLOAT, _LANES)
 
 
 @intrinsic
-def _add_products(_, tokens, tokens_apart, rows, rows_apart, steps, sums):  # type: ignore[no-untyped-def]
+def _add_products(_, tokens, tokens_apart, rows, rows_apart, steps, sums, ahead):  # type: ignore[no-untyped-def]
     """Add the products of four tokens with three rows, in steps of a vector, to vectors of sums, (3, 4).
 
     Tokens and rows are given by the address of the first and the distance to the next in entries, sums by their
-    address. Written for the compiler's own language, since a loop over arrays ends with summing up its vectors: here
-    that is left for when all columns are done.
+    address. Meanwhile memory at the address ``ahead``, of as many steps, is brought near: as much as this core computes
+    with, so that it need not wait for the next call's. Written in the compiler's own language, since a loop over arrays
+    ends with summing up its vectors: here that is left for when all columns are done.
     """
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        tokens, tokens_apart, rows, rows_apart, steps, sums = arguments
+        tokens, tokens_apart, rows, rows_apart, steps, sums, ahead = arguments
 
         def number(value):  # type: ignore[no-untyped-def]
             return ir.Constant(ir.IntType(64), value)
@@ -115,8 +117,14 @@ def _add_products(_, tokens, tokens_apart, rows, rows_apart, steps, sums):  # ty
         places = [builder.gep(first, [number(place)]) for place in range(_TOKENS_WIDE * _ROWS_WIDE)]
         held = [cgutils.alloca_once_value(builder, builder.load(place, align=4)) for place in places]
         token_lines, row_lines = lines(tokens, tokens_apart, _TOKENS_WIDE), lines(rows, rows_apart, _ROWS_WIDE)
+        soon = builder.inttoptr(ahead, _FLOAT.as_pointer())
+        # To be read, into the second-level cache, data.
+        how = [ir.Constant(ir.IntType(32), value) for value in (0, 2, 1)]
+        prefetching = ir.FunctionType(ir.VoidType(), [_BYTES, *(value.type for value in how)])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [_BYTES], prefetching)
         with cgutils.for_range(builder, steps) as loop:
             position = builder.mul(loop.index, number(_LANES))
+            builder.call(prefetch, [builder.bitcast(builder.gep(soon, [position]), _BYTES), *how])
             row_vectors = [vector(line, position) for line in row_lines]
             for r, line in enumerate(token_lines):
                 token_vector = vector(line, position)
@@ -128,7 +136,7 @@ def _add_products(_, tokens, tokens_apart, rows, rows_apart, steps, sums):  # ty
             builder.store(builder.load(total), place, align=4)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 6), generate
+    return types.void(*[types.int64] * 7), generate
 
 
 @compiled
@@ -160,7 +168,7 @@ def _multiply(address, kind, tokens, unit, width, first, last, block, sums, prod
     """
     halves = carray(memory(address), (max(tokens, _TOKENS_WIDE), width), np.uint16)
     floats = carray(memory(address), (max(tokens, _TOKENS_WIDE), width), np.float32)
-    padded = unit.shape[1]
+    padded, size = unit.shape[1], 4 if kind == _FLOAT32 else 2
     for place in range(first, last, _TOKENS_WIDE):
         j = max(min(place, last - _TOKENS_WIDE), 0)
         sums[:] = 0
@@ -177,9 +185,12 @@ def _multiply(address, kind, tokens, unit, width, first, last, block, sums, prod
                 apart = _COLUMNS
             steps = columns // _LANES
             for i in range(0, padded, _ROWS_WIDE):
-                _add_products(
-                    four.ctypes.data, apart, unit[b, i:].ctypes.data, _COLUMNS, steps, sums[i:].ctypes.data
-                )
+                # Columns that follow, or the next tokens' first ones; another of the four every time.
+                ahead = (j + min(i // _ROWS_WIDE, _TOKENS_WIDE - 1)) * width + start + columns
+                if start + columns == width:
+                    ahead += (_TOKENS_WIDE - 1) * width
+                three, into = unit[b, i:].ctypes.data, sums[i:].ctypes.data
+                _add_products(four.ctypes.data, apart, three, _COLUMNS, steps, into, address + ahead * size)
             for p in range(steps * _LANES, columns):
                 for i in range(padded):
                     for r in range(_TOKENS_WIDE):
