@@ -126,6 +126,8 @@ def conversations(crops: list[stacktok.Crop], query: torch.Tensor, size: Size) -
         for other in others:
             image.select(other, size.k)
             ends.append(time.perf_counter())
+        # Or the next first question would pay for letting go of this image.
+        del image
         if repeat:
             times["first question"].append(ends[0] - begin)
             times["second question"].append(ends[1] - ends[0])
