@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-GATE, SWAPS, CROPS, AFFINITY = (f"tests/core/test_{name}.py" for name in ("gate", "swaps", "crops", "affinity"))
+GATE, SWAPS, CROPS, AFFINITY, QUESTION = (
+    f"tests/core/test_{name}.py" for name in ("gate", "swaps", "crops", "affinity", "question")
+)
 REFERENCE = "kernels/reference.py"
 CPU = "kernels/cpu.py"
 
@@ -110,6 +112,12 @@ MUTANTS = {
         "    logits.mul_(2.0**bits).round_().mul_(2.0**-bits)\n",
         "",
         AFFINITY,
+    ),
+    "question: last columns left out": (
+        "kernels/question.py",
+        "for p in range(steps * _LANES, columns):",
+        "for p in range(steps * _LANES, columns // _LANES * _LANES):",
+        QUESTION,
     ),
     "no grid of a question": (
         "kernels/question.py",

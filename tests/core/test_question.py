@@ -112,6 +112,24 @@ def test_a_norm_is_not_below_the_floor():
     np.testing.assert_allclose(found, expected / expected.sum(1, keepdims=True), rtol=1e-6)
 
 
+def test_logarithms_and_exponentials_are_those_of_a_library():
+    generator = np.random.default_rng(0)
+    near = 1 + np.arange(-500, 500) * 2.0**-50
+    for x in (np.exp(generator.uniform(-700, 700, 10_000)), near, generator.uniform(0.5, 2, 10_000), np.ones(1)):
+        found = x.copy()
+        module._logarithms(found, np.empty(len(x)))
+        np.testing.assert_allclose(found, np.log(x), rtol=5e-16, atol=0)
+    for x in (-generator.uniform(0, 87, 10_000), -np.exp(generator.uniform(-80, 4, 10_000)), np.zeros(1)):
+        found = x.astype(np.float32)
+        expected = np.exp(found.astype(np.float64))
+        module._exponentials(found, np.empty(len(x), np.float32))
+        np.testing.assert_allclose(found, expected, rtol=2.0**-22, atol=0)
+    assert found[0] == 1
+    smallest = np.array([-88, -1e5, -3e38], np.float32)
+    module._exponentials(smallest, np.empty(3, np.float32))
+    assert ((smallest >= 0) & (smallest < 2e-38)).all()
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e30])
 def test_the_first_row_without_a_finite_norm_is_named(value):
     rows = query(6, 10)

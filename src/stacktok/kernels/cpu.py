@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property, partial
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numba import carray
+from numpy.typing import NDArray
 
 from stacktok.core.affinity import Affinity, empty_matrix
 from stacktok.core.inputs import Mask
@@ -232,25 +234,18 @@ def _steps(av, columns, sums, eligible, capacity, aq, rule, depth, alpha, state,
 
 _extend = Kernel(_steps)
 
-# What threads are told of a walk: addresses and sizes of what `_steps` takes, and whether a thread is at it.
+# What threads are told of a walk: addresses and sizes of what `_steps` takes.
 _WALK = np.dtype(
     [
         (name, np.float64 if name == "alpha" else np.int64)
         for name in (
-            "av", "columns", "sums", "eligible", "capacity", "aq", "rule", "depth", "alpha", "state", "n", "m", "start",
-            "stop",
+            "av", "columns", "sums", "eligible", "capacity", "aq", "rule", "depth", "alpha", "state", "n", "m",
         )
     ]
 )  # fmt: skip
-_TEAM = np.dtype([(name, np.int64) for name in ("walks", "targets", "counters", "count", "steps", "threads")])
-
-
-@Kernel
-def _describe(av, columns, sums, eligible, capacity, aq, rule, depth, alpha, state, walk):  # type: ignore[no-untyped-def]
-    w = walk[0]
-    w.av, w.columns, w.sums = av.ctypes.data, columns.ctypes.data, sums.ctypes.data
-    w.aq, w.eligible, w.state = aq.ctypes.data, eligible.ctypes.data, state.ctypes.data
-    w.rule, w.depth, w.alpha, w.capacity, w.n, w.m = rule, depth, alpha, capacity, len(av), len(aq)
+# And of where it is: how far it has come, where it goes, and where its targets begin.
+_START, _STOP, _TARGETS = range(3)
+_TEAM = np.dtype([(name, np.int64) for name in ("walks", "ends", "targets", "length", "counters", "count", "threads")])
 
 
 @Region
@@ -258,7 +253,8 @@ def _share(address):  # type: ignore[no-untyped-def]
     """What every thread does: take walks and extend them, until there are no more."""
     team = carray(address, (1,), _TEAM)[0]
     walks = carray(memory(team.walks), (team.count,), _WALK)
-    targets = carray(memory(team.targets), (team.count, team.steps), np.float64)
+    ends = carray(memory(team.ends), (team.count, 3), np.int64)
+    targets = carray(memory(team.targets), (team.length,), np.float64)
     # What is taken, and from there on what is done of every walk.
     counters = carray(memory(team.counters), (1 + team.count,), np.int64)
     # With five walks for two threads, one is taken in halves, at the beginning and at the end.
@@ -270,18 +266,18 @@ def _share(address):  # type: ignore[no-untyped-def]
             return
         if taken < halved:
             c = whole + taken
-            stop = (walks[c].start + walks[c].stop) // 2
+            stop = (ends[c, _START] + ends[c, _STOP]) // 2
         elif taken < team.count:
             c = taken - halved
-            stop = walks[c].stop
+            stop = ends[c, _STOP]
         else:
             c = whole + taken - team.count
             # Another thread may be at the first half.
             while count_of(counters, 1 + c) == 0:
                 pass
-            stop = walks[c].stop
-        w = walks[c]
-        if stop > w.start:
+            stop = ends[c, _STOP]
+        w, start = walks[c], ends[c, _START]
+        if stop > start:
             reached = _steps(
                 carray(memory(w.av), (w.n, w.n), np.float32),
                 carray(memory(w.columns), (w.n, w.n), np.float32),
@@ -293,24 +289,24 @@ def _share(address):  # type: ignore[no-untyped-def]
                 w.depth,
                 w.alpha,
                 carray(memory(w.state), (_state_size(w.n, w.m, w.capacity, w.depth),), np.float64),
-                targets[c],
-                w.start,
+                targets[ends[c, _TARGETS] :],
+                start,
                 stop,
             )
             if reached < stop:
                 # An update is worth all threads: the walk goes on when this team has done its work.
-                w.stop = reached
-            w.start = reached
+                ends[c, _STOP] = reached
+            ends[c, _START] = reached
         count_up(counters, 1 + c)
 
 
 @Kernel
-def _extend_together(walks, targets, counters, job, parallel, region, threads):  # type: ignore[no-untyped-def]
+def _extend_together(walks, ends, targets, parallel, region, threads):  # type: ignore[no-untyped-def]
+    counters, job = np.zeros(1 + len(walks), np.int64), np.empty(1, _TEAM)
     team = job[0]
-    team.walks, team.targets, team.counters = walks.ctypes.data, targets.ctypes.data, counters.ctypes.data
-    team.count, team.steps = targets.shape
-    team.threads = threads
-    run_in_team(parallel, region, job, threads, (walks, targets, counters))
+    team.walks, team.ends, team.targets = walks.ctypes.data, ends.ctypes.data, targets.ctypes.data
+    team.counters, team.count, team.length, team.threads = counters.ctypes.data, len(walks), len(targets), threads
+    run_in_team(parallel, region, job, threads, (walks, ends, targets, counters))
 
 
 @compiled
@@ -439,6 +435,8 @@ class Ground(NamedTuple):
         Sums of its columns, (n,): the gains of the empty set.
     eligible, capacity
         Positions that may be kept, (n,), and their number.
+    addresses
+        Of these arrays, if the matrices are what `_share` takes them for.
     """
 
     matrix: Affinity
@@ -446,6 +444,12 @@ class Ground(NamedTuple):
     sums: Floats
     eligible: Mask
     capacity: int
+    addresses: tuple[int, ...] | None
+
+
+def _address(array: NDArray[Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 class CpuWalk:
@@ -467,7 +471,8 @@ class CpuWalk:
         self.sums, self.picks = _carve_record.py_func(state, capacity)
         self.sums[:, 0] = 0.0
         self.length = 0
-        self.steps = (*ground, query_affinity, int(rule), levels, float(alpha), state)
+        self._addresses = ground.addresses
+        self.steps = (*ground[:-1], query_affinity, int(rule), levels, float(alpha), state)
 
     def extend(self, length: int, targets: Floats) -> None:
         while self.length < length:
@@ -486,14 +491,13 @@ class CpuWalk:
         stale[0] = 0
 
     @cached_property
-    def description(self) -> Ints | None:
-        """What `_share` needs to know, a `_WALK` as plain numbers, if the matrices are what it takes them for."""
-        matrix, columns, _, _, _, query_affinity = self.steps[:6]
-        if not (matrix.dtype == query_affinity.dtype == np.float32 and columns.flags.c_contiguous):
+    def description(self) -> tuple[float, ...] | None:
+        """What `_share` needs to know, a `_WALK`, if the matrices are what it takes them for."""
+        _, _, _, eligible, capacity, query_affinity, rule, levels, alpha, state = self.steps
+        if self._addresses is None or query_affinity.dtype != np.float32:
             return None
-        description = np.empty(1, dtype=_WALK)
-        _describe(*self.steps, description)
-        return description.view(np.int64)
+        question = (_address(query_affinity), rule, levels, alpha, _address(state))
+        return (*self._addresses, capacity, *question, len(eligible), len(query_affinity))
 
 
 class CpuBackend:
@@ -506,9 +510,10 @@ class CpuBackend:
         if vision_affinity.size <= _WORTH_TURNING:
             columns = empty_matrix(len(columns), columns.dtype)
             torch.from_numpy(columns).copy_(torch.from_numpy(vision_affinity).T)
-        return Ground(
-            vision_affinity, columns, _column_sums(vision_affinity), eligible, int(np.count_nonzero(eligible))
-        )
+        arrays = (vision_affinity, columns, _column_sums(vision_affinity), eligible)
+        shareable = vision_affinity.dtype == np.float32 and columns.flags.c_contiguous
+        addresses = tuple(_address(array) for array in arrays) if shareable else None
+        return Ground(*arrays, int(np.count_nonzero(eligible)), addresses)
 
     def walk(
         self,
@@ -524,16 +529,12 @@ class CpuBackend:
         shorter = [c for c, walk in enumerate(walks) if walk.length < lengths[c]]
         together = [c for c in shorter if walks[c].description is not None] if len(shorter) > 1 else []
         if together:
-            team = np.concatenate([walks[c].description for c in together]).view(_WALK)
-            team["start"] = [walks[c].length for c in together]
-            team["stop"] = [lengths[c] for c in together]
-            aims = np.empty((len(team), max(lengths[c] for c in together)))
-            for aim, c in zip(aims, together, strict=True):
-                aim[: lengths[c]] = targets[c][: lengths[c]]
-            counters, job = np.zeros(1 + len(team), dtype=np.int64), np.empty(1, dtype=_TEAM)
+            team, aims = np.array([walks[c].description for c in together], _WALK), [targets[c] for c in together]
+            begins = accumulate((len(aim) for aim in aims), initial=0)
+            ends = np.array([(walks[c].length, lengths[c], begin) for c, begin in zip(together, begins, strict=False)])
             threads = min(len(team), torch.get_num_threads())
-            _extend_together(team, aims, counters, job, parallel_address(), _share.address(), threads)
-            for c, reached in zip(together, team["start"].tolist(), strict=True):
+            _extend_together(team, ends, np.concatenate(aims), parallel_address(), _share.address(), threads)
+            for c, reached in zip(together, ends[:, _START].tolist(), strict=True):
                 walks[c].length = reached
         for c in shorter:
             walks[c].extend(lengths[c], targets[c])

@@ -1,9 +1,10 @@
 """A^qv of a question, Eq. (affinity): from the rows of a query to its affinities with all crops of an image.
 
 A question on a prepared image takes about a millisecond, of which a dozen calls into libraries would be a good part: so
-all of it is one call, the entropies of the rows included. Threads take the tokens of all crops in portions, and then
-the rows in which products become affinities. For this shape, many rows by a few, a general matrix product takes about
-twice as long per core; and here a token's products do not depend on its place or on the number of threads.
+all of it is one call, the entropies of the rows included. Threads take the rows of the query, then the tokens of all
+crops in portions, then the rows in which products become affinities. For this shape, many rows by a few, a general
+matrix product takes about twice as long per core; and here a token's products do not depend on its place or on the
+number of threads. Exponentials and logarithms are written out: a compiler makes vectors of products, but not of calls.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,24 +45,23 @@ _FLOAT32, _BFLOAT16, _FLOAT16 = range(3)
 STORED = {torch.float32: _FLOAT32, torch.bfloat16: _BFLOAT16, torch.float16: _FLOAT16}
 """Types of embeddings that a question takes as they are."""
 
-# Entries of a row that are handled at a time.
+# Entries of a row of affinities that are handled at a time; a multiple of the lanes.
 _STRIP = 256
-# Numbers and their parts as bits of float64.
-_ONE, _ROOT_OF_HALF = (np.float64(x).view(np.uint64) for x in (1.0, 0.5**0.5))
-_TWO_TO_52, _FRACTION = np.float64(2.0**52).view(np.uint64), np.uint64((1 << 52) - 1)
-_ODD = tuple(range(21, 0, -2))
-_FACTORS = tuple(range(7, 0, -1))
+# Bits of float64: of 1, of sqrt(1/2), of 2^52, and where a number has its fraction.
+_ONE, _ROOT_OF_HALF, _TWO_TO_52 = (np.float64(x).view(np.uint64) for x in (1.0, 0.5**0.5, 2.0**52))
+_FRACTION = np.uint64((1 << 52) - 1)
+# Of series, from the last term to the first: artanh's denominators, and ratios of exp's factorials.
+_ODD, _FACTORS = tuple(range(21, 0, -2)), tuple(range(7, 0, -1))
+# log 2 is 355 / 512, whose multiples by exponents are exact in float32, and a rest.
 _LOG_2 = math.log(2)
-# Of which the first has so few digits that its multiples are exact.
-_LOG_2_HIGH = np.float32(355 / 512)
-_LOG_2_LOW = np.float32(_LOG_2 - 355 / 512)
+_LOG_2_HIGH, _LOG_2_LOW = np.float32(355 / 512), np.float32(_LOG_2 - 355 / 512)
 
 _SMALLEST = float(np.finfo(np.float32).tiny)
 
 # What threads are told of an image: addresses of its embeddings and their lengths, number of tokens, type.
 _ROWS, _LENGTHS, _TOKENS, _TYPE = range(4)
-# What threads count together: rows of the query taken and done, portions taken, rows of affinities taken, and from there
-# on the portions done of every image.
+# What threads count together: rows of the query taken and done, portions taken, rows of affinities taken, and from
+# there on the portions done of every image.
 _UNITS_TAKEN, _UNITS_DONE, _PORTIONS_TAKEN, _ROWS_TAKEN, _DONE = range(5)
 
 _JOB = np.dtype(
@@ -95,22 +95,22 @@ def _add_products(_, tokens, tokens_apart, rows, rows_apart, steps, sums, ahead)
     """Add the products of four tokens with three rows, in steps of a vector, to vectors of sums, (3, 4).
 
     Tokens and rows are given by the address of the first and the distance to the next in entries, sums by their
-    address. Meanwhile memory at the address ``ahead``, of as many steps, is brought near: as much as this core computes
-    with, so that it need not wait for the next call's. Written in the compiler's own language, since a loop over arrays
-    ends with summing up its vectors: here that is left for when all columns are done.
+    address. Meanwhile as much memory at the address ``ahead`` is brought near, where another call will need it. Written
+    in the compiler's own language, since a loop over arrays ends with summing up its vectors: here that is left for
+    when all columns are done.
     """
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         tokens, tokens_apart, rows, rows_apart, steps, sums, ahead = arguments
 
-        def number(value):  # type: ignore[no-untyped-def]
+        def number(value: int) -> Any:
             return ir.Constant(ir.IntType(64), value)
 
-        def lines(address, apart, count):  # type: ignore[no-untyped-def]
+        def lines(address: Any, apart: Any, count: int) -> list[Any]:
             first = builder.inttoptr(address, _FLOAT.as_pointer())
             return [builder.gep(first, [builder.mul(apart, number(line))]) for line in range(count)]
 
-        def vector(line, position):  # type: ignore[no-untyped-def]
+        def vector(line: Any, position: Any) -> Any:
             return builder.load(builder.bitcast(builder.gep(line, [position]), _VECTOR.as_pointer()), align=4)
 
         first = builder.inttoptr(sums, _VECTOR.as_pointer())
@@ -316,7 +316,7 @@ def _tokens_of(portion, tokens):  # type: ignore[no-untyped-def]
 
 @Region
 def _share(address):  # type: ignore[no-untyped-def]
-    """What every thread does: take rows of the query, portions of tokens, rows of affinities, until there are no more."""
+    """What every thread does: take rows of the query, portions of tokens, rows of affinities, as long as there are."""
     job = carray(address, (1,), _JOB)[0]
     counters = carray(memory(job.counters), (job.count + _DONE,), np.int64)
     images = carray(memory(job.images), (job.count, 4), np.int64)
