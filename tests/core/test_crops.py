@@ -119,6 +119,19 @@ def test_quotas_fix_every_crop_s_share(backend):
             result.prefix(5)
 
 
+@pytest.mark.parametrize("allocation", ["shared", "uniform", "proportional"])
+@pytest.mark.parametrize("target", ["size", "final"])
+@pytest.mark.parametrize("total", [0, 1, 2, 3])
+def test_a_budget_may_be_smaller_than_the_number_of_crops(allocation, target, total):
+    crops = [(*affinities(6, 3, seed=seed), None) for seed in range(3)]
+    result = stacktok.select_crops_from_affinities(crops, total, allocation=allocation, target=target)
+    assert sum(crop.k for crop in result.crops) == total
+    for crop, (a_qv, a_vv, _) in zip(result.crops, crops, strict=True):
+        assert len(crop.target) == len(crop.relevance) == crop.k + 1
+        if target == "size":
+            assert crop == stacktok.select_from_affinities(a_qv, a_vv, crop.k)
+
+
 @given(
     total=st.integers(0, 60),
     weights=st.lists(st.integers(0, 9), min_size=1, max_size=6),

@@ -47,6 +47,8 @@ def test_norms_must_not_overflow(name):
         ((X, Z, Q[:, :5]), ValueError, "query has 5 columns and projected 24"),
         ((X[0], Z, Q), ValueError, r"vision has shape \(16,\); give a matrix"),
         ((X[:0], Z[:0], Q), ValueError, "vision has 0 rows"),
+        ((X[:, :0], Z, Q), ValueError, "vision has 0 columns"),
+        ((X, Z[:, :0], Q[:, :0]), ValueError, "projected has 0 columns"),
         ((X, Z, Q[None]), ValueError, r"query has shape \(1, 3, 24\)"),
         (([1, 2], Z, Q), TypeError, "vision has type list; give a torch tensor or a numpy array"),
         ((X, Z, "what"), TypeError, "query has type str"),

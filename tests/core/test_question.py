@@ -192,6 +192,23 @@ def test_embeddings_cannot_be_taken_away_from_a_prepared_image(dtype):
     assert prepared.query_affinity(z[:2]).shape == (2, 20)
 
 
+@pytest.mark.parametrize("n", [3, 400])
+def test_embeddings_may_move_between_questions(n):
+    x, z, q = (
+        torch.randn(*shape, generator=torch.Generator().manual_seed(1)) for shape in ((n, 8), (n, 3000), (5, 3000))
+    )
+    prepared = stacktok.prepare(x, z)
+    before, address = prepared.query_affinity(q), z.data_ptr()
+    z.share_memory_()
+    assert z.data_ptr() != address
+    assert np.array_equal(prepared.query_affinity(q), before)
+
+
+def test_a_column_may_be_a_transposed_row():
+    x, z = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(1.0, 9.0)[None].T
+    assert np.allclose(stacktok.prepare(x, z).query_affinity(torch.ones(2, 1)), 1 / 8)
+
+
 @pytest.mark.parametrize("dtype", [*TYPES, torch.float64])
 def test_no_question_needs_no_embeddings(dtype):
     x, z = (torch.randn(20, 8, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in (0, 1))

@@ -299,6 +299,9 @@ def check_features(
         raise ValueError(f"{where}vision has {len(x)} rows and projected {len(z)}; give one row per visual token each")
     if len(x) == 0:
         raise ValueError(f"{where}vision has 0 rows; an image has at least one visual token")
+    for name, features in (("vision", x), ("projected", z)):
+        if features.shape[1] == 0:
+            raise ValueError(f"{where}{name} has 0 columns; a feature has at least one number")
     q = check_query(query, z)
     check_same_device(vision=x, projected=z, query=q)
     return x, z, q

@@ -98,8 +98,7 @@ class Trajectory:
 
     def advance(self, k: int, horizon: int | None = None) -> None:
         """Walk to at least k tokens; ``horizon`` is the size whose target `target="final"` holds throughout."""
-        if k >= len(self._targets):
-            self._walk.extend(k, self._aim(k, k if horizon is None else horizon))
+        self._walk.extend(k, self._aim(k, k if horizon is None else horizon))
 
     @staticmethod
     def advance_together(walks: Sequence[Trajectory], lengths: Sequence[int], horizons: Sequence[int]) -> None:
@@ -110,7 +109,9 @@ class Trajectory:
         walks[0].support.backend.extend([walk._walk for walk in walks], lengths, targets)
 
     def _aim(self, k: int, horizon: int) -> Floats:
-        """The targets of a walk to k tokens."""
+        """The targets of a walk to k tokens or, where it has been, further."""
+        if k < len(self._targets):
+            return self._targets
         if self.parameters.criterion == "relevance":
             # Nothing is asked of coverage: it only takes over where relevance has saturated.
             self._targets = np.zeros(k + 1)

@@ -30,7 +30,7 @@ class Rule(IntEnum):
 
 
 CRITERIA = ("relevance", "coverage", "scalarized", "fill")
-"""Names of the codes in `Walk.criterion`."""
+"""Names of the codes in `Walk.picks`."""
 
 
 class Walk(Protocol):

@@ -531,7 +531,8 @@ class CpuBackend:
         if together:
             team, aims = np.array([walks[c].description for c in together], _WALK), [targets[c] for c in together]
             begins = accumulate((len(aim) for aim in aims), initial=0)
-            ends = np.array([(walks[c].length, lengths[c], begin) for c, begin in zip(together, begins, strict=False)])
+            places = [(walks[c].length, lengths[c], begin) for c, begin in zip(together, begins, strict=False)]
+            ends = np.array(places, dtype=np.int64)
             threads = min(len(team), torch.get_num_threads())
             _extend_together(team, ends, np.concatenate(aims), parallel_address(), _share.address(), threads)
             for c, reached in zip(together, ends[:, _START].tolist(), strict=True):

@@ -23,7 +23,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from stacktok.core.affinity import Affinity
-from stacktok.kernels import Floats, Ints
+from stacktok.kernels import Floats
 from stacktok.kernels.compiled import Kernel, Region, compiled
 from stacktok.kernels.team import count_of, count_up, memory, run_in_team
 from stacktok.kernels.threads import parallel_address
@@ -185,7 +185,7 @@ def _multiply(address, kind, tokens, unit, width, first, last, block, sums, prod
                 apart = _COLUMNS
             steps = columns // _LANES
             for i in range(0, padded, _ROWS_WIDE):
-                # Columns that follow, or the next tokens' first ones; another of the four every time.
+                # Columns that follow, or the next tokens' first ones: of another of the four with every three rows.
                 ahead = (j + min(i // _ROWS_WIDE, _TOKENS_WIDE - 1)) * width + start + columns
                 if start + columns == width:
                     ahead += (_TOKENS_WIDE - 1) * width
@@ -427,26 +427,33 @@ class Tokens(NamedTuple):
     ----------
     n
         Their number.
-    entry
-        What threads are told of them, (1, 4).
-    alive
-        The memory whose addresses it holds.
+    kind
+        How they are stored.
+    rows
+        Embeddings, and rows of zeros where there are fewer than four, (max(n, 4), d).
+    lengths
+        Their norms, (n,).
     """
 
     n: int
-    entry: Ints
-    alive: tuple[torch.Tensor, torch.Tensor]
+    kind: int
+    rows: torch.Tensor
+    lengths: torch.Tensor
 
     @classmethod
     def of(cls, rows: torch.Tensor, lengths: torch.Tensor) -> Tokens:
         """Of embeddings, (n, d), of a type in `STORED`, and lengths, (n,), float32; contiguous, in host memory."""
-        n = len(rows)
-        kept = rows if n >= _TOKENS_WIDE else torch.cat([rows, rows.new_zeros((_TOKENS_WIDE - n, rows.shape[1]))])
-        for tensor in (kept, lengths):
-            # Torch does not let go of memory that numpy has seen.
-            tensor.view(torch.int16).numpy()
-        entry = np.array([[kept.data_ptr(), lengths.data_ptr(), n, STORED[rows.dtype]]])
-        return cls(n, entry, (kept, lengths))
+        n, kind = len(rows), STORED[rows.dtype]
+        if n < _TOKENS_WIDE:
+            rows = torch.cat([rows, rows.new_zeros((_TOKENS_WIDE - n, rows.shape[1]))])
+        # Torch does not resize memory that numpy has seen. It may still move it (`share_memory_`).
+        rows.reshape(-1).view(torch.int16).numpy()
+        return cls(n, kind, rows, lengths)
+
+    @property
+    def entry(self) -> tuple[int, int, int, int]:
+        """What threads are told of them."""
+        return self.rows.data_ptr(), self.lengths.data_ptr(), self.n, self.kind
 
 
 def query_affinities(
@@ -474,7 +481,7 @@ def query_affinities(
     result, entropies = np.empty(m * tokens, dtype=np.float32), np.empty((len(images), m))
     threads = torch.get_num_threads() if tokens * width >= _WORTH_SPLITTING else 1
     numbers = (float(max(norm_floor, _SMALLEST)), float(max(tau, _SMALLEST)), 2.0**bits, float(entropy_floor))
-    table = np.concatenate([image.entry for image in images])
+    table = np.array([image.entry for image in images], dtype=np.int64)
     bad = _ask(query, *numbers, table, result, entropies, parallel_address(), _share.address(), threads)
     found, begin = [], 0
     for image, of_rows in zip(images, entropies, strict=True):

@@ -51,9 +51,9 @@ def count_of(_, counters, index):  # type: ignore[no-untyped-def]
 def run_in_team(_, parallel, function, data, workers, alive):  # type: ignore[no-untyped-def]
     """Run a `Region` in a team of threads, each with the address of ``data``'s first entry.
 
-    ``parallel`` and ``function`` are the addresses from `stacktok.kernels.threads.parallel` and `Region`; without the
-    former, or with one worker, the calling thread runs it alone. ``alive`` is a tuple of the arrays that ``data`` has
-    the addresses of: a compiled function frees its arrays after the last line that names them.
+    ``parallel`` and ``function`` are the addresses from `stacktok.kernels.threads.parallel_address` and `Region`;
+    without the former, or with one worker, the calling thread runs it alone. ``alive`` is a tuple of the arrays that
+    ``data`` has the addresses of: a compiled function frees its arrays after the last line that names them.
     """
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
