@@ -136,24 +136,25 @@ class Trajectory:
 
     def record(self, k: int) -> Selection:
         """The record at k tokens, with swaps if the parameters ask for them."""
-        relevance, coverage = self._walk.sums[:, : k + 1] / np.array([[max(1.0, self.m)], [float(self.n)]])
-        order, criteria, bound = self._walk.picks[:, :k].copy()
+        from stacktok.kernels.report import report
+
+        found = report(self._walk, self.support.reference(k), self._targets, k, self.m, self.n)
         selection = Selection(
             n=self.n,
             m=self.m,
             k=k,
-            indices=np.sort(order),
-            order=order,
-            criterion=tuple(_CRITERIA[criteria].tolist()),
-            bound=bound.astype(np.bool_),
-            relevance=relevance,
-            coverage=coverage,
-            reference=self.support.reference(k) / self.n,
-            target=self._targets[: k + 1] / self.n,
+            indices=found.indices,
+            order=found.order,
+            criterion=tuple(_CRITERIA[self._walk.picks[1, :k]].tolist()),
+            bound=found.bound,
+            relevance=found.relevance,
+            coverage=found.coverage,
+            reference=found.reference,
+            target=found.target,
             strictness=self.strictness,
             swaps=(),
-            final_relevance=float(relevance[k]),
-            final_coverage=float(coverage[k]),
+            final_relevance=float(found.relevance[k]),
+            final_coverage=float(found.coverage[k]),
             _not_anytime=self._not_anytime(),
             _refine=self.refine,
         )
