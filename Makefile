@@ -81,7 +81,7 @@ format: setup
 	$(BIN)/ruff format .
 
 test: lint browser
-	$(BIN)/pytest -n auto
+	$(BIN)/pytest -n auto --dist worksteal
 
 bench-select: setup
 	$(BIN)/python benchmarks/bench_select.py
