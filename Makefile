@@ -75,6 +75,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo --no-cache
 
 format: setup
 	$(BIN)/ruff check --fix .
@@ -92,19 +93,11 @@ bench-view: setup browser
 bench-models: setup
 	$(BIN)/stacktok bench llava-1.5-1b --dtype float32 --out out/bench-models
 
-# Every selector on the embedded model, from the result files that are there: what is missing is run.
+# Runs the cells of the embedded models that have no result yet, then makes the tables of README and docs/results.md.
 results: setup
-	$(BIN)/python benchmarks/compare_selectors.py --model src/stacktok/embedded/llava --split dev --scenes 120 \
-		--positions compact --out docs/results/dev --variants StackTok "StackTok, depth 2" "StackTok, depth 4" \
-		"StackTok, depth 8" "StackTok, depth 16" "StackTok, depth unlimited"
-	$(BIN)/python benchmarks/compare_selectors.py --model src/stacktok/embedded/llava --out docs/results/test
-	$(BIN)/python benchmarks/compare_selectors.py --model src/stacktok/embedded/llava_next --style detail \
-		--out docs/results/next --variants random "uniform grid" "average pooling" VisionZip DivPrune CDPruner MMTok \
-		StackTok "StackTok, depth 2" "StackTok, depth 4" "StackTok, depth 8" "StackTok, depth 16" \
-		"StackTok, depth unlimited" "StackTok, depth auto" "base view alone" "uniform quotas" \
-		"initial-h-proportional quotas"
-	$(BIN)/python benchmarks/results_page.py --results docs/results/test --dev docs/results/dev \
-		--next docs/results/next --words docs/results-words.md --out docs/results.md
+	$(BIN)/stacktok eval embedded-dev --out docs/results
+	$(BIN)/stacktok eval embedded --out docs/results
+	$(BIN)/stacktok report docs/results --into README.md --into docs/results.md
 
 # About two hours on two cores; started again after a kill, it goes on where it was.
 train-embedded: setup

@@ -1,22 +1,22 @@
-"""What a selection costs beside the affinities it needs; one table, all ratios from one run.
+"""The cost of a selection relative to the affinities it needs; one table, all ratios from one run.
 
-    python benchmarks/bench_select.py [--quick] [--json FILE]
+    python benchmarks/bench_select.py [--quick]
 
 Every time is the median over repeats that take the measured things in turn, so that a slow spell of the machine hits
 all of them. "build" is the affinity build alone as this library does it, "plain build" the same in plain torch
-(normalise, matrix product, softmax). The reference backend is timed on 20 steps at the largest size and scaled.
+(normalise, matrix product, softmax). "cpu" and "reference" are the two backends on given affinities; the reference is
+timed on 20 steps and scaled.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +36,6 @@ class Size:
     crops: int
     vision_width: int
     repeats: int
-    reference_steps: int | None = None
 
 
 SIZES = (
@@ -45,7 +44,7 @@ SIZES = (
     Size(576, 160, 5, 1024, 31),
     Size(576, 640, 5, 1024, 31),
     Size(4096, 409, 1, 1280, 5),
-    Size(16384, 819, 1, 1280, 3, reference_steps=20),
+    Size(16384, 819, 1, 1280, 3),
 )
 
 
@@ -91,13 +90,6 @@ def run(crops: list[stacktok.Crop], query: torch.Tensor, k: int) -> object:
     return stacktok.select_crops(crops, query, k)
 
 
-def on_affinities(pairs: list[tuple[np.ndarray, np.ndarray, None]], k: int, backend: str) -> object:
-    """Selection alone, on given affinities."""
-    if len(pairs) == 1:
-        return stacktok.select_from_affinities(pairs[0][0], pairs[0][1], k, backend=backend)
-    return stacktok.select_crops_from_affinities(pairs, k, backend=backend)
-
-
 def medians(jobs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
     """Median seconds of every job, taken in turn; one round before that is not counted, unless there is but one."""
     times: dict[str, list[float]] = {name: [] for name in jobs}
@@ -139,24 +131,25 @@ def measure(size: Size) -> dict[str, float]:
     """All times of one size, in seconds."""
     crops, query = problem(size)
 
-    def first() -> object:
-        return run(crops, query, size.k)
-
     def build() -> list[tuple[np.ndarray, np.ndarray, None]]:
         return [(*stacktok.affinities(crop.vision, crop.projected, query), None) for crop in crops]
 
-    jobs: dict[str, Callable[[], object]] = {
-        "plain build": lambda: plain_build(crops, query),
-        "build": build,
-        "select": first,
-    }
-    result = medians(jobs, size.repeats)
-
+    result = medians(
+        {
+            "plain build": lambda: plain_build(crops, query),
+            "build": build,
+            "select": lambda: run(crops, query, size.k),
+        },
+        size.repeats,
+    )
     result |= conversations(crops, query, size)
-    pairs = build()
-    steps = size.reference_steps or size.k
-    result |= medians({"cpu": lambda: on_affinities(pairs, size.k, "cpu")}, size.repeats)
-    result |= medians({"reference": lambda: on_affinities(pairs, steps, "reference")}, 1 if size.n > 576 else 3)
+    pairs, steps = build(), 20
+
+    def on_affinities(k: int, backend: str) -> object:
+        return stacktok.select_crops_from_affinities(pairs, k, swap_limit=0, backend=backend)
+
+    result |= medians({"cpu": lambda: on_affinities(size.k, "cpu")}, size.repeats)
+    result |= medians({"reference": lambda: on_affinities(steps, "reference")}, 1)
     result["reference"] *= size.k / steps
     return result
 
@@ -185,28 +178,10 @@ def _status(field: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {field}")
 
 
-def growth() -> str:
-    """Exponents of n and k in the cost of a selection on given affinities, fitted on a log-log scale."""
-
-    def cost(n: int, k: int) -> float:
-        crops, query = problem(Size(n, k, 1, 256, 1))
-        pair = stacktok.affinities(crops[0].vision, crops[0].projected, query)
-        return medians({"cpu": lambda: stacktok.select_from_affinities(*pair, k)}, 7)["cpu"]
-
-    sizes, budgets = [576, 1152, 2304, 4608], [32, 64, 128, 256, 512]
-    by_n = np.polyfit(np.log(sizes), np.log([cost(n, 128) for n in sizes]), 1)[0]
-    by_k = np.polyfit(np.log(budgets), np.log([cost(2304, k) for k in budgets]), 1)[0]
-    return (
-        f"Selection on given affinities grows as n^{by_n:.2f} (n = 576 to 4608, k = 128) and as k^{by_k:.2f} "
-        "(k = 32 to 512, n = 2304)."
-    )
-
-
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="only sizes of 576 tokens per crop")
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     parser.add_argument("--peak", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.peak is not None:
@@ -220,7 +195,6 @@ def main() -> None:
     print(f"m = {QUERY_ROWS}, d = {WIDTH}, {torch.get_num_threads()} threads, torch {torch.__version__}\n")
     print("| " + " | ".join(header) + " |")
     print("|" + "---|" * len(header), flush=True)
-    records = []
     for size in SIZES:
         if arguments.quick and size.n > 576:
             continue
@@ -236,11 +210,6 @@ def main() -> None:
             f"{peak / 1e6:.0f}", f"{peak / matrix:.2f}",
         )  # fmt: skip
         print("| " + " | ".join(map(str, cells)) + " |", flush=True)
-        records.append(asdict(size) | t | {"peak": peak, "matrix": matrix})
-    fitted = growth()
-    print(f"\n{fitted}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"sizes": records, "growth": fitted}, indent=1))
 
 
 if __name__ == "__main__":

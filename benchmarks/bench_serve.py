@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from served import NAME, Server, data_url, messages, serving
 from stacktok.bench.presets import PRESETS, QUESTION, preset_config, preset_tokenizer
-from stacktok.bench.served import NAME, Server, data_url, messages, serving
 from stacktok.embedded import path as embedded_path
 
 TEMPLATE = (

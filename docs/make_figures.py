@@ -61,8 +61,8 @@ def run(pretrained: Path) -> dict[str, Any]:
     scene = make_scene(seed_for("test", SCENE))
     picture, question = render(scene), questions(scene)[0].text
     inputs = prompt_inputs(processor, picture, question, model)
-    kinds = [StackTok, MMTok, DivPrune, VisionZip]
-    return draw(model, processor, inputs, picture, question, kinds, [128, 64, 16])
+    methods = [StackTok(), MMTok(), DivPrune(), VisionZip()]
+    return draw(model, processor, inputs, picture, question, methods, [128, 64, 16])
 
 
 def main() -> None:

@@ -53,7 +53,7 @@ def test_the_card_is_reproduced_on_its_subset(name: str, answerer: Answerer, con
     evaluation = json.loads((embedded.path(name) / "evaluation.json").read_text())
     subset = evaluation["subset"]
     scenes = [make_scene(seed_for("test", index), STYLES[evaluation["style"]]) for index in range(subset["scenes"])]
-    measured = summary(ask_packed(answerer, scenes, control), resamples=1)["all"]
+    measured = summary(ask_packed(answerer, scenes, control))["all"]
     low, high = subset[control]["interval"]
     assert measured["questions"] == subset[control]["questions"]
     assert low <= measured["accuracy"] <= high
@@ -74,3 +74,19 @@ def test_generation_answers_as_the_packed_pass_and_alone_as_in_a_batch(name: str
     assert generated == ask_packed(answerer, [scene])
     asked = questions(scene)[0]
     assert (answerer.answers([render(scene)], [asked.text]) == [asked.answer]) == generated[0].right
+
+
+def test_template_and_processor_agree_on_the_start_token(name: str, answerer: Answerer) -> None:
+    processor = answerer.processor
+    picture = render(make_scene(seed_for("dev", 0), STYLES["standard"]))
+    content = [{"type": "image", "image": picture}, {"type": "text", "text": "How many cats are there?"}]
+    turns = [{"role": "user", "content": content}]
+    rendered = processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    by_template = processor.apply_chat_template(turns, tokenize=True, return_dict=True, add_generation_prompt=True)
+    by_processor = processor(images=[picture], text=[rendered])["input_ids"][0]
+    assert list(by_template["input_ids"][0]) == list(by_processor)
+    assert [token for token in by_processor if token == processor.tokenizer.bos_token_id] == [by_processor[0]]
+    # As vLLM reads a rendered conversation; the processor has since put in a placeholder per image token.
+    served = processor.tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    image = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
+    assert served == [token for k, token in enumerate(by_processor) if token != image or by_processor[k - 1] != image]

@@ -15,7 +15,6 @@ from stacktok.scenes import (
     RANGES,
     STANDARD,
     Style,
-    derive_answer,
     make_scene,
     questions,
     render,
@@ -25,6 +24,7 @@ from stacktok.scenes import (
 )
 from stacktok.scenes.render import render_with_owners
 from stacktok.scenes.vocabulary import BACKGROUNDS, CATEGORY
+from tests.scene_answers import derive_answer
 
 
 def fingerprint(seeds: range, style: Style) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import transformers
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+from transformers.video_utils import VideoMetadata
 
 WORDS = (
     "USER: What is in the image? ASSISTANT: a red square on a blue field. How many cats are there? The answer is two. "
@@ -38,6 +40,19 @@ CHATML = (
     "{% if c['type'] == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% elif c['type'] == 'video' %}"
     "{{ '<|vision_start|><|video_pad|><|vision_end|>' }}{% else %}{{ c['text'] }}{% endif %}{% endfor %}"
     "{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+QWEN3 = CHATML.replace(
+    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}"
+    "{% endif %}",
+    "",
+)
+QWEN3_5 = QWEN3.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think>\\n'")
+GLM = (
+    "{{ '[gMASK]<sop>' }}{% for m in messages %}{{ '<|' + m['role'] + '|>\\n' }}{% for c in m['content'] %}"
+    "{% if c['type'] == 'image' %}{{ '<|begin_of_image|><|image|><|end_of_image|>' }}{% elif c['type'] == 'video' %}"
+    "{{ '<|begin_of_video|><|video|><|end_of_video|>' }}{% else %}{{ c['text'] }}{% endif %}{% endfor %}"
+    "{% if m['role'] == 'user' and enable_thinking is defined and not enable_thinking %}{{ '/nothink' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
 
 
@@ -66,15 +81,13 @@ def llama_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def qwen_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte level, without an added space, as in Qwen."""
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
-    special.append("<|video_pad|>")
+def byte_tokenizer(special: list[str], end: str, **named: str) -> PreTrainedTokenizerFast:
+    """Byte level, without an added space; the first special token pads."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=380,
+        vocab_size=373 + len(special),
         special_tokens=special,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -82,23 +95,40 @@ def qwen_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.train_from_iterator([WORDS] * 20, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        pad_token="<|endoftext|>",
-        eos_token="<|im_end|>",
+        pad_token=special[0],
+        eos_token=end,
         padding_side="left",
-        extra_special_tokens={
-            "image_token": "<|image_pad|>",
-            "video_token": "<|video_pad|>",
-            "vision_start_token": "<|vision_start|>",
-            "vision_end_token": "<|vision_end|>",
-        },
+        extra_special_tokens=named,
     )
 
 
-class QwenProcessor(transformers.Qwen2_5_VLProcessor):
-    """The real processor without its video half, which needs torchvision."""
+def qwen_tokenizer() -> PreTrainedTokenizerFast:
+    """As Qwen's."""
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+    return byte_tokenizer(
+        [*special, "<|video_pad|>"],
+        "<|im_end|>",
+        image_token="<|image_pad|>",
+        video_token="<|video_pad|>",
+        vision_start_token="<|vision_start|>",
+        vision_end_token="<|vision_end|>",
+    )
 
-    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-        return None if argument is None else super().check_argument_for_proper_class(argument_name, argument)
+
+def glm_tokenizer() -> PreTrainedTokenizerFast:
+    """As GLM's."""
+    special = ["<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|image|>", "<|video|>"]
+    special += [f"<|{edge}_of_{kind}|>" for kind in ("image", "video") for edge in ("begin", "end")]
+    return byte_tokenizer(special, "<|user|>", image_token="<|image|>", video_token="<|video|>")
+
+
+def without_videos(processor: Any) -> Any:
+    """A processor's class without its video half, which needs torchvision."""
+
+    def check(self: Any, name: str, argument: Any) -> Any:
+        return None if argument is None else processor.check_argument_for_proper_class(self, name, argument)
+
+    return type(processor.__name__, (processor,), {"check_argument_for_proper_class": check})
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,8 +148,8 @@ class Tiny:
     def inputs(self, questions: list[str], images: list[list[Image.Image]]) -> Any:
         """Model inputs of a batch; each question comes with its own list of images."""
         prompts = [self.prompt(question, len(own)) for question, own in zip(questions, images, strict=True)]
-        flat = [image for own in images for image in own]
-        return self.processor(images=flat or None, text=prompts, return_tensors="pt", padding=True)
+        given = images if any(images) else None
+        return self.processor(images=given, text=prompts, return_tensors="pt", padding=True)
 
 
 def picture(width: int = 96, height: int = 64, seed: int = 0) -> Image.Image:
@@ -228,86 +258,221 @@ def llava_next(size: int = 56, hidden: int = 32, mistral: bool = False, layers: 
     return _finish("llava_next", transformers.LlavaNextForConditionalGeneration(config), processor)
 
 
+def _patch_processor(kind: Any, worker: Any, tokenizer: Any, template: str, patch: int, largest: int) -> Any:
+    """The real processor of a family whose images are grids of patches; ``largest`` is in tokens."""
+    side = 2 * patch
+    return without_videos(kind)(
+        image_processor=worker(
+            patch_size=patch,
+            merge_size=2,
+            temporal_patch_size=2,
+            size={"shortest_edge": side * side * 4, "longest_edge": side * side * largest},
+        ),
+        tokenizer=tokenizer,
+        video_processor=None,
+        chat_template=template,
+    )
+
+
+def _patch_text(tokenizer: Any, hidden: int, layers: int, sections: list[int], **own: Any) -> dict[str, Any]:
+    """A language model with M-RoPE; ``sections`` of half of a head's rotated numbers."""
+    rope = {"rope_type": "default", "mrope_section": sections, "rope_theta": 1e6, **own.pop("rope", {})}
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 4096,
+        "rope_parameters": rope,
+        "pad_token_id": tokenizer.pad_token_id,
+        **own,
+    }
+
+
+def _patch_tower(hidden: int, patch: int, **own: Any) -> dict[str, Any]:
+    return {
+        "depth": 3,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_heads": 2,
+        "patch_size": patch,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": hidden,
+        **own,
+    }
+
+
+def _qwen_ids(tokenizer: Any) -> dict[str, int]:
+    names = {"image_token_id": "image_pad", "video_token_id": "video_pad"}
+    names |= {"vision_start_token_id": "vision_start", "vision_end_token_id": "vision_end"}
+    return {key: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for key, name in names.items()}
+
+
 def qwen(hidden: int = 32, layers: int = 3) -> Tiny:
     """Qwen2.5-VL: window attention, 2 x 2 merging, M-RoPE."""
     torch.manual_seed(0)
     tokenizer = qwen_tokenizer()
-    processor = QwenProcessor(
-        image_processor=transformers.Qwen2VLImageProcessorPil(
-            patch_size=14,
-            merge_size=2,
-            temporal_patch_size=2,
-            size={"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 48},
-        ),
-        tokenizer=tokenizer,
-        video_processor=None,
-        chat_template=CHATML,
-    )
-    ids = tokenizer.convert_tokens_to_ids
+    worker = transformers.Qwen2VLImageProcessorPil
+    processor = _patch_processor(transformers.Qwen2_5_VLProcessor, worker, tokenizer, CHATML, 14, 48)
     config = transformers.Qwen2_5_VLConfig(
-        text_config={
-            "vocab_size": len(tokenizer),
-            "hidden_size": hidden,
-            "intermediate_size": 2 * hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "max_position_embeddings": 4096,
-            "rope_parameters": {
-                "rope_type": "default",
-                "mrope_section": [hidden // 16, 3 * hidden // 32, 3 * hidden // 32],
-                "rope_theta": 1e6,
-            },
-            "pad_token_id": tokenizer.pad_token_id,
-            "bos_token_id": None,
-            "eos_token_id": tokenizer.eos_token_id,
-        },
-        vision_config={
-            "depth": 3,
-            "hidden_size": hidden,
-            "intermediate_size": 2 * hidden,
-            "num_heads": 2,
-            "patch_size": 14,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "out_hidden_size": hidden,
-            "window_size": 56,
-            "fullatt_block_indexes": [1],
-            "tokens_per_second": 2,
-        },
-        image_token_id=ids("<|image_pad|>"),
-        video_token_id=ids("<|video_pad|>"),
-        vision_start_token_id=ids("<|vision_start|>"),
-        vision_end_token_id=ids("<|vision_end|>"),
+        text_config=_patch_text(
+            tokenizer,
+            hidden,
+            layers,
+            [hidden // 16, 3 * hidden // 32, 3 * hidden // 32],
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+        ),
+        vision_config=_patch_tower(hidden, 14, window_size=56, fullatt_block_indexes=[1], tokens_per_second=2),
+        **_qwen_ids(tokenizer),
     )
     return _finish("qwen2_5_vl", transformers.Qwen2_5_VLForConditionalGeneration(config), processor)
+
+
+def qwen2(hidden: int = 32, layers: int = 3) -> Tiny:
+    """Qwen2-VL: every block of the tower attends over the whole frame."""
+    torch.manual_seed(0)
+    tokenizer = qwen_tokenizer()
+    worker = transformers.Qwen2VLImageProcessorPil
+    processor = _patch_processor(transformers.Qwen2VLProcessor, worker, tokenizer, CHATML, 14, 32)
+    tower = _patch_tower(hidden, 14, embed_dim=hidden, mlp_ratio=2)
+    config = transformers.Qwen2VLConfig(
+        text_config=_patch_text(
+            tokenizer, hidden, layers, [2, 3, 3], bos_token_id=None, eos_token_id=tokenizer.eos_token_id
+        ),
+        vision_config={k: v for k, v in tower.items() if k not in ("intermediate_size", "out_hidden_size")},
+        **_qwen_ids(tokenizer),
+    )
+    return _finish("qwen2_vl", transformers.Qwen2VLForConditionalGeneration(config), processor)
+
+
+_EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+def qwen3(hidden: int = 32, layers: int = 3, experts: bool = False) -> Tiny:
+    """Qwen3-VL: DeepStack features after two layers of the language model."""
+    torch.manual_seed(0)
+    tokenizer = qwen_tokenizer()
+    worker = transformers.Qwen2VLImageProcessorPil
+    processor = _patch_processor(transformers.Qwen3VLProcessor, worker, tokenizer, QWEN3, 16, 32)
+    own = {"rope": {"mrope_interleaved": True}, "head_dim": 16, **(_EXPERTS if experts else {})}
+    settings = {
+        "text_config": _patch_text(tokenizer, hidden, layers, [4, 2, 2], **own),
+        "vision_config": _patch_tower(hidden, 16, num_position_embeddings=16, deepstack_visual_indexes=[0, 1]),
+        **_qwen_ids(tokenizer),
+    }
+    if experts:
+        config = transformers.Qwen3VLMoeConfig(**settings)
+        return _finish("qwen3_vl_moe", transformers.Qwen3VLMoeForConditionalGeneration(config), processor)
+    config = transformers.Qwen3VLConfig(**settings)
+    return _finish("qwen3_vl", transformers.Qwen3VLForConditionalGeneration(config), processor)
+
+
+def qwen3_5(hidden: int = 32, layers: int = 3, experts: bool = False) -> Tiny:
+    """Qwen3.5: every other layer is a Gated DeltaNet, not the last; a quarter of a head is rotated."""
+    torch.manual_seed(0)
+    tokenizer = qwen_tokenizer()
+    worker = transformers.Qwen2VLImageProcessorPil
+    processor = _patch_processor(transformers.Qwen3VLProcessor, worker, tokenizer, QWEN3_5, 16, 32)
+    own = {
+        "rope": {"mrope_interleaved": True, "partial_rotary_factor": 0.25},
+        "head_dim": 64,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "layer_types": [
+            "full_attention" if layer % 2 or layer == layers - 1 else "linear_attention" for layer in range(layers)
+        ],
+    }
+    if experts:
+        own |= {**_EXPERTS, "shared_expert_intermediate_size": 16}
+    text = _patch_text(tokenizer, hidden, layers, [4, 2, 2], **own)
+    settings = {
+        "text_config": {k: v for k, v in text.items() if not (experts and k == "intermediate_size")},
+        "vision_config": _patch_tower(hidden, 16, num_position_embeddings=16),
+        **_qwen_ids(tokenizer),
+    }
+    if experts:
+        config = transformers.Qwen3_5MoeConfig(**settings)
+        return _finish("qwen3_5_moe", transformers.Qwen3_5MoeForConditionalGeneration(config), processor)
+    config = transformers.Qwen3_5Config(**settings)
+    return _finish("qwen3_5", transformers.Qwen3_5ForConditionalGeneration(config), processor)
+
+
+def glm(kind: str = "glm4v", hidden: int = 32, layers: int = 3) -> Tiny:
+    """GLM-4V and its relatives: a convolution merges patches, half of a head is rotated."""
+    torch.manual_seed(0)
+    tokenizer = glm_tokenizer()
+    newer = kind in ("glm46v", "glm_ocr")
+    processor = _patch_processor(
+        transformers.Glm46VProcessor if newer else transformers.Glm4vProcessor,
+        transformers.Glm46VImageProcessorPil if newer else transformers.Glm4vImageProcessorPil,
+        tokenizer,
+        GLM,
+        14,
+        # The processor counts the pixels of both frames of a temporal patch.
+        48,
+    )
+    ids = tokenizer.convert_tokens_to_ids
+    own: dict[str, Any] = {"rope": {"partial_rotary_factor": 0.5}}
+    if kind == "glm4v_moe":
+        own |= {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    settings = {
+        "text_config": _patch_text(tokenizer, hidden, layers, [2, 1, 1], **own),
+        "vision_config": _patch_tower(hidden, 14, image_size=56),
+        **{f"{name}_token_id": ids(f"<|{name}|>") for name in ("image", "video")},
+        **{
+            f"{name}_{edge}_token_id": ids(f"<|{word}_of_{name}|>")
+            for name in ("image", "video")
+            for edge, word in (("start", "begin"), ("end", "end"))
+        },
+    }
+    name = {"glm4v": "Glm4v", "glm4v_moe": "Glm4vMoe", "glm46v": "Glm46V", "glm_ocr": "GlmOcr"}[kind]
+    config = getattr(transformers, f"{name}Config")(**settings)
+    return _finish(kind, getattr(transformers, f"{name}ForConditionalGeneration")(config), processor)
 
 
 def video_inputs(
     tiny: Tiny, question: str, grids: list[tuple[int, int, int]], seed: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Inputs of one prompt with videos, their pixels made by hand; grids are (t, h, w) in patches."""
-    tokenizer = tiny.processor.tokenizer
+    """Inputs of one prompt with videos, their pixels made by hand; grids are (t, h, w) in patches.
+
+    The text around the frames is the processor's own.
+    """
+    processor, tokenizer = tiny.processor, tiny.processor.tokenizer
     content = [{"type": "video"}] * len(grids) + [{"type": "text", "text": question}]
-    text = tiny.processor.apply_chat_template(
+    text = processor.apply_chat_template(
         [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
     )
-    pieces = text.split("<|video_pad|>")
-    text = pieces[0]
-    for (t, h, w), piece in zip(grids, pieces[1:], strict=True):
-        text += "<|video_pad|>" * (t * h * w // 4) + piece
+    frames = [VideoMetadata(2 * t, fps=2.0, frames_indices=list(range(2 * t))) for t, _, _ in grids]
+    given = {"video_grid_thw": torch.tensor(grids), "video_metadata": frames}
+    processor.video_processor = SimpleNamespace(merge_size=2, temporal_patch_size=2)
+    try:
+        runs = [processor.replace_video_token(given, video_idx=index) for index in range(len(grids))]
+    finally:
+        processor.video_processor = None
+    pieces = text.split(processor.video_token)
+    text = pieces[0] + "".join(run + piece for run, piece in zip(runs, pieces[1:], strict=True))
     encoded = tokenizer(text, return_tensors="pt")
     ids = encoded["input_ids"]
     patches = sum(t * h * w for t, h, w in grids)
     generator = torch.Generator().manual_seed(seed)
-    return {
+    inputs = {
         "input_ids": ids,
         "attention_mask": encoded["attention_mask"],
-        "mm_token_type_ids": 2 * (ids == tokenizer.convert_tokens_to_ids("<|video_pad|>")).int(),
-        "pixel_values_videos": torch.randn(patches, 3 * 2 * 14 * 14, generator=generator),
+        "mm_token_type_ids": torch.tensor(processor.create_mm_token_type_ids(ids.tolist())),
+        "pixel_values_videos": torch.randn(
+            patches, 3 * 2 * tiny.model.config.vision_config.patch_size**2, generator=generator
+        ),
         "video_grid_thw": torch.tensor(grids),
-        "second_per_grid_ts": torch.ones(len(grids)),
     }
+    if tiny.family == "qwen2_5_vl":
+        inputs["second_per_grid_ts"] = torch.ones(len(grids))
+    return inputs
 
 
 BUILDERS = {
@@ -315,10 +480,25 @@ BUILDERS = {
     "llava_next": llava_next,
     "llava_next_mistral": functools.partial(llava_next, mistral=True),
     "qwen2_5_vl": qwen,
+    "qwen2_vl": qwen2,
+    "qwen3_vl": qwen3,
+    "qwen3_vl_moe": functools.partial(qwen3, experts=True),
+    "qwen3_5": qwen3_5,
+    "qwen3_5_moe": functools.partial(qwen3_5, experts=True),
+    **{kind: functools.partial(glm, kind) for kind in ("glm4v", "glm4v_moe", "glm46v", "glm_ocr")},
 }
+
+
+MROPE = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_5", "glm4v", "glm_ocr")
+"""Families whose positions are (t, h, w)."""
+
+RELATIVES = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "glm46v")
+"""Model types with the adapter of one of those families."""
 
 
 @functools.cache
 def build(family: str, layers: int = 3) -> Tiny:
     """A shared model; a test must leave it as it was."""
-    return BUILDERS[family](layers=layers)
+    from tests import tiny_tiles
+
+    return {**BUILDERS, **tiny_tiles.BUILDERS}[family](layers=layers)

@@ -48,7 +48,7 @@ def card(config: TrainConfig, records: list[dict[str, Any]], evaluation: dict[st
         "## Intended use\n\n"
         "Demonstrations, tests, and comparing token selectors on one model without a download. Load it with\n"
         f'`AutoModelForImageTextToText.from_pretrained(stacktok.embedded.path("{config.name}"))` and '
-        f"`AutoProcessor`; prompts come from\nthe processor's chat template (`USER: <image>` line break, question, "
+        f"`AutoProcessor`; prompts come from\nthe processor's chat template (`<s>USER: <image>` line break, question, "
         "`ASSISTANT:`).",
         "## What it is not\n\n" + _limits(config),
         "## Licence\n\nApache-2.0, as the project. Pictures: Noto Emoji, Apache-2.0. Glyphs: DejaVu fonts, their own "

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from stacktok.evaluation.statistics import mean_interval
 from stacktok.scenes import DETAIL, FAMILIES, STANDARD, Question, Scene, Split, make_scene, questions, render, seed_for
 from stacktok.scenes.vocabulary import BACKGROUNDS, CATEGORY, COLOURS
 from training.data import TextPacker, View, make_batch
@@ -150,30 +150,23 @@ def ask_packed(
     return result
 
 
-def summary(asked: Sequence[Asked], resamples: int = 2000) -> dict[str, Any]:
+def summary(asked: Sequence[Asked]) -> dict[str, Any]:
     """Accuracy overall and per family, with 95 % bootstrap intervals over scenes."""
     groups = {"all": list(asked)}
     for family in FAMILIES:
         groups[family] = [one for one in asked if one.question.family == family]
     groups["local"] = [one for one in asked if one.question.local]
     groups["holistic"] = [one for one in asked if not one.question.local]
-    return {name: _accuracy(group, resamples) for name, group in groups.items() if group}
+    return {name: _accuracy(group) for name, group in groups.items() if group}
 
 
-def _accuracy(asked: Sequence[Asked], resamples: int) -> dict[str, Any]:
-    scenes = sorted({one.scene for one in asked})
-    place = {scene: index for index, scene in enumerate(scenes)}
-    right, total = np.zeros(len(scenes)), np.zeros(len(scenes))
-    for one in asked:
-        right[place[one.scene]] += one.right
-        total[place[one.scene]] += 1
-    draws = np.random.default_rng(0).integers(0, len(scenes), (resamples, len(scenes)))
-    shares = right[draws].sum(axis=1) / total[draws].sum(axis=1)
-    low, high = np.percentile(shares, (2.5, 97.5))
+def _accuracy(asked: Sequence[Asked]) -> dict[str, Any]:
+    found = mean_interval([one.right for one in asked], groups=[one.scene for one in asked])
+    ends = (found.low, found.high) if found.known else (found.estimate, found.estimate)
     return {
         "questions": len(asked),
-        "accuracy": round(float(right.sum() / total.sum()), 4),
-        "interval": [round(float(low), 4), round(float(high), 4)],
+        "accuracy": round(found.estimate, 4),
+        "interval": [round(end, 4) for end in ends],
     }
 
 

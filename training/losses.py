@@ -72,7 +72,7 @@ class Objective:
             self.word_in_slot[index, ids] = torch.arange(len(ids))
         self.half = model.config.text_config.num_attention_heads // 2
         self.counting = list(FAMILIES).index("counting")
-        self.prefix = tokenizer("USER: ").input_ids
+        self.prefix = tokenizer("<s>USER: ").input_ids
         self.first_background = len(NOUNS) - len(BACKGROUNDS)
         self.horizontal = list(SLOTS).index("horizontal")
         self.grid = model.config.vision_config.image_size // model.config.vision_config.patch_size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import WordPiece
 from transformers import LlavaNextProcessor, LlavaProcessor, PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -51,7 +51,9 @@ FUNCTION_WORDS = (
     "no",
 )
 DIGITS = tuple("0123456789")
+# The start token is the template's alone: vLLM's chat path adds no special tokens, processors add the tokenizer's.
 CHAT_TEMPLATE = (
+    "{{ bos_token }}"
     "{% for message in messages %}"
     "{% if message['role'] == 'user' %}USER: {% else %}ASSISTANT: {% endif %}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
@@ -77,9 +79,6 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     core = Tokenizer(WordPiece(vocab=ids, unk_token="<unk>", continuing_subword_prefix="##"))
     core.normalizer = normalizers.Lowercase()
     core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    core.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", ids["<s>"])]
-    )
     core.decoder = decoders.WordPiece(prefix="##", cleanup=False)
     return PreTrainedTokenizerFast(
         tokenizer_object=core,

@@ -11,7 +11,7 @@ from stacktok import StackTok
 from stacktok.bench import PRESETS, preset, run
 from stacktok.bench.flops import language_work, work_of
 from stacktok.bench.measure import cache_bytes
-from stacktok.models.base import adapter_for
+from stacktok.models.registry import adapter_for
 
 
 @pytest.fixture(scope="module")

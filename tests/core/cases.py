@@ -26,7 +26,7 @@ def affinities(n, m, seed=0, **options):
 def focused(seed, n=48, m=30):
     """A question that keeps asking for one corner of the image while strict support asks for the rest.
 
-    The query's rows each want another token of the same few clusters, so relevance stays unserved for many steps and
+    The query's rows each want another token of the same few clusters, so relevance does not saturate for many steps and
     every step it gets costs coverage: under a strict target the gate closes and opens again and again.
     """
     rng = np.random.default_rng(seed)

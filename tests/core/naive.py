@@ -24,11 +24,10 @@ def affinity(left, right, tau, eps=1e-8):
 
 def total(a, kept, depth=1):
     """Rows times F_A(S), Eq. (coverage); every row counts its ``depth`` largest entries."""
-    result = 0.0
-    for row in np.asarray(a, dtype=np.float64):
-        values = sorted((float(row[j]) for j in kept), reverse=True)
-        result += sum(values if depth is None else values[:depth])
-    return result
+    if len(kept) == 0 or len(a) == 0:
+        return 0.0
+    values = np.sort(np.asarray(a, dtype=np.float64)[:, list(kept)], axis=1)[:, ::-1]
+    return float((values if depth is None else values[:, :depth]).sum())
 
 
 def gain(a, s, kept, depth=1):
@@ -88,7 +87,7 @@ def select(a_qv, a_vv, k, eligible, beta, depth=1):
 
 
 def select_crops(crops, k, betas, depth=1):
-    """Algorithm 2 without caches: every crop nominates anew at every step."""
+    """Algorithm 2 without caches: every crop nominates again at every step."""
     sets = [[] for _ in crops]
     total_k = min(k, sum(len(eligible) for _, _, eligible in crops))
     thetas = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from fractions import Fraction
 
 import numpy as np
@@ -194,3 +195,67 @@ def test_identical_tokens_tie_whatever_their_place(m, d, dtype):
 def test_any_mix_of_types_gives_the_result_of_its_float32_casts(n, m, seed, dtypes):
     mixed = [torch.from_numpy(a).to(dtype) for a, dtype in zip(features(n, m, seed=seed), dtypes, strict=True)]
     assert stacktok.select(*mixed, 5) == stacktok.select(*(tensor.float() for tensor in mixed), 5)
+
+
+@given(
+    n=st.integers(1, 70),
+    m=st.integers(1, 13),
+    d=st.sampled_from([1, 3, 64, 1025]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_a_question_s_affinities_are_the_softmax_of_cosines_on_the_grid(n, m, d, dtype):
+    generator = torch.Generator().manual_seed(n)
+    x, z = torch.randn(n, 4, generator=generator), torch.randn(n, d, generator=generator).to(dtype)
+    query = torch.randn(m, d, generator=generator)
+    found = stacktok.prepare(x, z, tau_query=0.1).query_affinity(query)
+    np.testing.assert_allclose(found, naive.affinity(query, z.double(), 0.1), rtol=2e-4, atol=2.0**-40)
+    steps = found.astype(np.float64) * 2.0 ** grid_bits(m)
+    assert np.array_equal(steps, np.rint(steps))
+
+
+@pytest.mark.parametrize(("n", "m", "d"), [(200, 5, 24), (40, 5, 300), (300, 1, 4096), (21, 4, 17)])
+def test_neither_an_address_nor_a_thread_changes_a_bit(n, m, d):
+    """Products of the same numbers at other addresses round differently, as do those of a thread's first call."""
+    arrays = features(n, m, d_v=d, d=d)
+    expected = stacktok.affinities(*arrays)
+
+    def check(at):
+        moved = []
+        for array in arrays:
+            memory = np.empty(array.size + 16, dtype=np.float32)
+            moved.append(memory[at : at + array.size].reshape(array.shape))
+            moved[-1][:] = array
+        for found, right in zip(stacktok.affinities(*moved), expected, strict=True):
+            wrong.append(not np.array_equal(found, right))
+
+    wrong: list[bool] = []
+    for at in range(16):
+        check(at)
+    threads = [threading.Thread(target=check, args=(at,)) for at in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(wrong) == 40
+    assert not any(wrong)
+
+
+def test_embeddings_may_move_between_questions():
+    x, z, q = (torch.from_numpy(array) for array in features(400, 5, d=300))
+    prepared = stacktok.prepare(x, z)
+    before, address = prepared.query_affinity(q), z.data_ptr()
+    z.share_memory_()
+    assert z.data_ptr() != address
+    assert np.array_equal(prepared.query_affinity(q), before)
+
+
+def test_a_column_may_be_a_transposed_row():
+    x, z = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(1.0, 9.0)[None].T
+    assert np.allclose(stacktok.prepare(x, z).query_affinity(torch.ones(2, 1)), 1 / 8)
+
+
+def test_a_query_s_norm_is_not_below_the_floor():
+    query = np.array([[3e-4, 4e-4, 0, 0], [0, 0, 0, 0]], np.float32)
+    found, _ = stacktok.affinities(np.eye(4), np.eye(4), query, tau_query=1.0, norm_epsilon=1e-2)
+    expected = np.exp([[3e-2, 4e-2, 0, 0], [0, 0, 0, 0]])
+    np.testing.assert_allclose(found, expected / expected.sum(1, keepdims=True), rtol=1e-6)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stacktok
-from stacktok.kernels import Rule, compiled, cpu
+from stacktok.core import reference
+from stacktok.kernels import Problem, Rule, cpu
 from tests.core.cases import affinities, focused, problems, tied
 
 
@@ -65,70 +64,71 @@ def test_float64_affinities_agree_too():
     assert runs[0] == runs[1]
 
 
-def test_an_update_that_is_split_over_cores_changes_nothing(monkeypatch):
-    """Large images hand their updates to threads; a small one is made to do so after every step."""
-    a_qv, a_vv = focused(0, n=200, m=40)
-    expected = stacktok.select_from_affinities(a_qv, a_vv, 80, strictness=0.95)
-    large = np.random.default_rng(0).random((2100, 2100)).astype(np.float32)
+def test_an_update_that_is_split_over_threads_changes_nothing(monkeypatch):
+    """Large images split their updates; a small one, which is not, is the measure."""
+    large = np.random.default_rng(0).random((1100, 1100)).astype(np.float32)
     assert large.size >= cpu._WORTH_SPLITTING
-    runs = [
-        stacktok.select_from_affinities(large[:3], large, 3, swap_limit=0, backend=backend)
-        for backend in ("reference", "cpu")
-    ]
-    assert runs[0] == runs[1]
-    extend, over_ranges, splits = cpu._extend, cpu.over_ranges, []
+    splits, split = [], cpu._run_parallel
 
-    def one_step(*arguments):
-        *fixed, start, _ = arguments
-        return extend(*fixed, start, start + 1)
+    def counted(tasks):
+        splits.append(len(tasks))
+        return split(tasks)
 
-    def counted(*arguments):
-        splits.append(arguments)
-        over_ranges(*arguments)
-
-    monkeypatch.setattr(cpu, "_extend", one_step)
-    monkeypatch.setattr(cpu, "over_ranges", counted)
-    assert stacktok.select_from_affinities(a_qv, a_vv, 80, strictness=0.95) == expected
-    assert len(splits) == 2 * 79
+    monkeypatch.setattr(cpu, "_run_parallel", counted)
+    for threads in (1, 3):
+        monkeypatch.setattr(cpu.torch, "get_num_threads", lambda threads=threads: threads)
+        runs = [
+            stacktok.select_from_affinities(large[:3], large, 6, swap_limit=0, backend=backend)
+            for backend in ("reference", "cpu")
+        ]
+        assert runs[0] == runs[1]
+        assert {"relevance", "coverage"} == set(runs[0].criterion)
+    # Column sums, the first update of the reference chain, and that of the run.
+    assert splits == [1, 1, 1, 3, 3, 3]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("dtypes", [(np.float32,) * 3, (np.float32, np.float64, np.float32)])
-def test_walks_that_are_extended_together_go_where_each_goes_alone(threads, dtypes, monkeypatch):
-    """Again and again, to lengths of their own, from lengths of their own; one of another type goes by itself."""
+@pytest.mark.parametrize("kinds", [(np.float32,) * 3, (np.float32, np.float64, np.float32)])
+def test_crops_run_in_parallel_as_each_alone(threads, kinds, monkeypatch):
     monkeypatch.setattr(cpu.torch, "get_num_threads", lambda: threads)
-    inputs = [focused(seed, n=80 + 30 * seed, m=20) for seed in range(3)]
-
-    def begin():
-        return [
-            cpu.CPU.walk(
-                cpu.CPU.ground(a_vv.astype(dtype), np.arange(len(a_vv)) % 7 > 0), a_qv.astype(dtype), Rule.GATED, 2, 0.0
-            )
-            for (a_qv, a_vv), dtype in zip(inputs, dtypes, strict=True)
-        ]
-
-    targets = [0.9 * np.linspace(0, len(a_vv), 61) ** 0.5 for _, a_vv in inputs]
-    alone, together = begin(), begin()
-    for lengths in ([0, 1, 0], [1, 2, 3], [20, 2, 10], [7, 30, 10], [60, 60, 60]):
-        for walk, length, aims in zip(alone, lengths, targets, strict=True):
-            walk.extend(length, aims)
-        cpu.CPU.extend(together, lengths, targets)
-        for one, other in zip(alone, together, strict=True):
-            assert other.length == one.length
-            assert np.array_equal(one.picks[:, : one.length], other.picks[:, : one.length])
-            assert np.array_equal(one.sums[:, : one.length + 1], other.sums[:, : one.length + 1])
-    assert {len(set(walk.picks[1, :60].tolist())) for walk in alone} == {2}
+    problems = []
+    for seed, kind in enumerate(kinds):
+        a_qv, a_vv = focused(seed, n=80 + 30 * seed, m=20)
+        state = cpu.precompute(a_vv.astype(kind), np.arange(len(a_vv)) % 7 > 0)
+        targets = 0.9 * np.linspace(0, len(a_vv), 60) ** 0.5
+        problems.append(Problem(state, a_qv, targets, Rule.GATED, 2))
+    together = cpu.greedy(problems)
+    for problem, found in zip(problems, together, strict=True):
+        (alone,) = reference.greedy([problem._replace(state=(problem.state.matrix, problem.state.eligible))])
+        assert all(np.array_equal(one, other) for one, other in zip(found, alone, strict=True))
+        assert set(alone.criterion.tolist()) == {0, 1}
 
 
-def test_a_walk_that_needs_all_threads_leaves_the_team():
-    a_vv = np.random.default_rng(0).random((2, 1100, 1100)).astype(np.float32)
-    assert a_vv[0].size >= cpu._WORTH_SPLITTING
-    runs = [
-        stacktok.select_crops_from_affinities([(a[:3], a, None) for a in a_vv], 24, swap_limit=0, backend=backend)
-        for backend in ("reference", "cpu")
-    ]
-    assert runs[0] == runs[1]
-    assert {"relevance", "coverage"} == {name for crop in runs[0].crops for name in crop.criterion}
+def test_an_error_in_one_crop_reaches_the_caller(monkeypatch):
+    monkeypatch.setattr(cpu.torch, "get_num_threads", lambda: 2)
+    done = []
+
+    def broken():
+        raise KeyError("this one")
+
+    with pytest.raises(KeyError, match="this one"):
+        cpu._run_parallel([lambda: done.append(1), broken, lambda: done.append(2)])
+    assert sorted(done) == [1, 2]
+
+
+def test_a_forked_child_can_select():
+    """OpenMP's threads do not survive a fork; a child that limits torch to one thread, as data loaders do, selects."""
+    code = """
+import os, sys, numpy as np, torch, stacktok
+x = np.random.default_rng(0).standard_normal((600, 2048)).astype(np.float32)
+here = stacktok.select(x, x, x[:3], 9).indices.tolist()
+child = os.fork()
+if child == 0:
+    torch.set_num_threads(1)
+    os._exit(0 if stacktok.select(x, x, x[:3], 9).indices.tolist() == here else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
 @pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int16, np.int64])
@@ -147,46 +147,17 @@ def test_rules_have_one_number_each():
 
 
 def test_importing_stacktok_is_light():
-    """No compiler, no model library; numba comes with the first selection."""
-    code = "import sys, json, stacktok; print(json.dumps(sorted(sys.modules)))"
-    modules = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
-    assert "stacktok.core.selection" in modules
+    """No torch before a name is used, and no compiler or model library before the first selection."""
+    code = """
+import json, sys, stacktok
+alone = sorted(sys.modules)
+stacktok.select, stacktok.prepare_crops, stacktok.select_batch, stacktok.Swap
+print(json.dumps([alone, sorted(sys.modules)]))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    alone, used = (set(modules) for modules in json.loads(run.stdout))
     heavy = {"numba", "transformers", "matplotlib", "PIL", "typer", "rich", "pydantic", "accelerate"}
-    assert heavy.isdisjoint(modules)
-
-
-def test_the_first_call_that_compiles_says_why_once(caplog, monkeypatch):
-    class Slow:
-        """A function that is still compiling when patience ends."""
-
-        def __init__(self, misses):
-            self.stats = SimpleNamespace(cache_misses={"signature": misses})
-
-        def __call__(self):
-            compiled._said_why.wait(5 if self.stats.cache_misses["signature"] else 0.05)
-
-    monkeypatch.setattr(compiled.Kernel, "patience", 0.0)
-    monkeypatch.setattr(compiled, "_said_why", threading.Event())
-    for misses, expected in ((0, 0), (1, 1), (1, 1)):
-        kernel = compiled.Kernel(lambda: None)
-        kernel._function = Slow(misses)
-        kernel()
-        kernel()
-        assert len(caplog.records) == expected
-    assert caplog.records[0].getMessage().startswith("compiling the selector")
-
-
-def test_compiled_code_without_a_place_to_keep_it(monkeypatch, caplog):
-    """A read-only installation compiles in every process, and says so once."""
-    compile_now = compiled.numba.njit
-
-    def no_place(**options):
-        if options.get("cache"):
-            raise RuntimeError("cannot cache function: no locator available")
-        return compile_now(**options)
-
-    monkeypatch.setattr(compiled.numba, "njit", no_place)
-    monkeypatch.setattr(compiled, "_said_uncached", threading.Event())
-    assert compiled.compiled(lambda: 3)() == 3
-    assert compiled.compiled(lambda: 4)() == 4
-    assert [record.getMessage()[:22] for record in caplog.records] == ["no folder can be writt"]
+    assert "stacktok" in alone
+    assert not alone & {"torch", "numpy", *heavy}
+    assert {"stacktok.core.selection", "torch"} <= used
+    assert not used & heavy

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stacktok
-from stacktok.core.coverage import coverage_sum, gain_sums, row_thresholds
+from stacktok.core.reference import coverage_sum, gain_sums, row_thresholds
 from tests.core import naive
 from tests.core.cases import affinities, problems
 
@@ -75,6 +75,6 @@ def test_reference_is_the_coverage_greedy_chain_and_meets_the_target(problem):
     assert selection.reference.tolist() == expected.tolist()
     # Adjusted-threshold consequence: the chain itself meets every target.
     assert (selection.reference >= selection.target).all()
-    # Without a query the walk is the chain.
+    # Without a query the run is the chain.
     alone = stacktok.select_from_affinities(None, a_vv, problem["budget"], eligible=eligible, swap_limit=0)
     assert alone.coverage.tolist() == alone.reference.tolist()

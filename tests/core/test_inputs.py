@@ -1,4 +1,4 @@
-"""What a caller can get wrong is said in one sentence; what is odd but valid gives the result the paper implies."""
+"""Wrong inputs are refused in one clear sentence; odd but valid ones give the result that the paper implies."""
 
 from __future__ import annotations
 
@@ -55,7 +55,11 @@ def test_norms_must_not_overflow(name):
         ((X.astype(complex), Z, Q), TypeError, "vision has dtype torch.complex128; give real numbers"),
         ((X > 0, Z, Q), TypeError, "vision has dtype torch.bool"),
         ((X.astype(object), Z, Q), TypeError, "vision has dtype object"),
-        ((torch.from_numpy(X).to("meta"), Z, Q), ValueError, "different devices .vision on meta, projected on cpu"),
+        ((torch.from_numpy(X).to("meta"), Z, Q), ValueError, "vision lies on the meta device and holds no numbers"),
+        ((torch.from_numpy(X).to_sparse(), Z, Q), TypeError, r"vision has layout torch.sparse_coo; .* vision.to_dense"),
+        ((torch.from_numpy(X).to_sparse_csr(), Z, Q), TypeError, "vision has layout torch.sparse_csr"),
+        ((torch.nested.nested_tensor([torch.ones(2, 3)]), Z, Q), TypeError, "vision is a nested tensor; give one"),
+        ((X, Z, torch.quantize_per_tensor(torch.from_numpy(Q), 0.1, 0, torch.qint8)), TypeError, "query is quantised"),
     ],
 )
 def test_shapes_types_and_devices_must_agree(arrays, error, message):
@@ -87,6 +91,25 @@ def test_a_nonsense_budget_is_refused(budget, error, message):
         stacktok.select(X, Z, Q, budget)
 
 
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        # Fraction works on these for a minute and more.
+        ("1e30000000%", "budget='1e30000000%' is not a percentage"),
+        ("1e-30000000%", "is not a percentage"),
+        ("9" * 10_000_000 + "%", r"budget='9+'\.\.\. \(10000001 characters\) is not a percentage"),
+        ("1/" + "3" * 1_000_000 + "%", "is not a percentage"),
+        (-(10**5000), r"budget=\(an integer of 16610 bits\) is negative"),
+        (Fraction(10**5000, 3), r"is not a fraction in \(0, 1\]"),
+    ],
+    ids=["large exponent", "small exponent", "long", "ratio", "long integer", "large fraction"],
+)
+def test_a_budget_that_would_take_long_to_read_is_refused_at_once(budget, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        stacktok.select(X, Z, Q, budget)
+    assert len(str(raised.value)) < 500
+
+
 def test_budgets_round_down_but_keep_one():
     assert resolve_budget(64, 576, 576) == 64
     assert resolve_budget(np.int32(64), 576, 10) == 10
@@ -107,7 +130,8 @@ def test_budgets_as_people_type_them():
     assert parse_budget("64") == 64
     assert parse_budget("0.2") == 0.2
     assert parse_budget(" 20% ") == "20%"
-    for nonsense in ("", "many", "-3", "64.0", "0"):
+    assert parse_budget("5e-2") == 0.05
+    for nonsense in ("", "many", "-3", "64.0", "0", "9" * 5000, "1e999999999", "1e30000000%", "1_000"):
         if nonsense == "0":
             assert parse_budget(nonsense) == 0
             continue
@@ -239,3 +263,29 @@ def test_odd_but_valid_inputs(backend):
     assert same.criterion == ("coverage", "fill", "fill", "fill")
     integers = np.arange(12).reshape(6, 2)
     assert run(integers, integers, integers[:2], 3).k == 3
+
+
+def test_the_other_byte_order_is_read():
+    swapped = [array.astype(array.dtype.newbyteorder()) for array in (X, Z, Q)]
+    assert stacktok.select(*swapped, 4) == stacktok.select(X, Z, Q, 4)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("depth", [10**30, np.uint64(2**64 - 1)])
+def test_a_depth_that_no_set_reaches_is_unlimited(backend, depth):
+    a_qv, a_vv = affinities(12, 3)
+    for budget in (5, 12):
+        settings = {"swap_passes": None, "backend": backend}
+        deep = stacktok.select_from_affinities(a_qv, a_vv, budget, relevance_depth=depth, **settings)
+        assert deep == stacktok.select_from_affinities(a_qv, a_vv, budget, relevance_depth=None, **settings)
+        assert stacktok.select(X, Z, Q, budget, relevance_depth=depth, backend=backend).k == budget
+
+
+@pytest.mark.parametrize("value", [None, 3, "crops", {"a": 1}])
+def test_crops_are_a_list(value):
+    with pytest.raises(TypeError, match=f"crops has type {type(value).__name__}; give a list of Crop"):
+        stacktok.select_crops(value, Q, 3)
+    with pytest.raises(TypeError, match=f"affinities has type {type(value).__name__}; give a list of"):
+        stacktok.select_crops_from_affinities(value, 3)
+    with pytest.raises(TypeError, match=f"vision has type {type(value).__name__}; give a list of"):
+        stacktok.select_batch(value, [Z], [Q], 3)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import math
 import pickle
 import threading
 
@@ -12,7 +15,6 @@ from hypothesis import given
 
 import stacktok
 from stacktok.core import batch
-from stacktok.core.support import relevance_depth
 from tests.core.cases import affinities, features, focused, problems
 
 
@@ -62,7 +64,7 @@ def test_a_prefix_says_what_it_cannot_do():
 @pytest.mark.parametrize(("rows", "budget"), [(3, 8), (3, 40), (1, 6), (0, 5), (7, 1)])
 def test_the_automatic_depth_is_the_rule_s_for_this_budget_and_query(rows, budget):
     x, z, q = features(60, rows)
-    depth = relevance_depth(stacktok.Parameters(relevance_depth="auto"), rows, budget)
+    depth = max(1, math.ceil(budget / max(1, rows)))
     auto = stacktok.select(x, z, q, budget, relevance_depth="auto")
     assert auto.to_json().replace('relevance_depth=\\"auto\\"', "") == (
         stacktok.select(x, z, q, budget, relevance_depth=depth).to_json()
@@ -165,9 +167,9 @@ def test_a_batch_names_what_is_missing():
 
 
 def test_a_batch_holds_few_affinities_at_a_time(monkeypatch):
-    """Images built ahead of the walks wait their turn."""
+    """Images built ahead of the greedy runs wait their turn."""
     alive, most, lock = 0, 0, threading.Lock()
-    build, walk = batch.PreparedImage, batch._walk
+    build, run = batch.PreparedImage, batch._select
 
     def building(*arguments):
         nonlocal alive, most
@@ -176,14 +178,14 @@ def test_a_batch_holds_few_affinities_at_a_time(monkeypatch):
             most = max(most, alive)
         return build(*arguments)
 
-    def walking(*arguments):
+    def running(*arguments):
         nonlocal alive
         with lock:
             alive -= 1
-        return walk(*arguments)
+        return run(*arguments)
 
     monkeypatch.setattr(batch, "PreparedImage", building)
-    monkeypatch.setattr(batch, "_walk", walking)
+    monkeypatch.setattr(batch, "_select", running)
     x, z, q = features(30, 2)
     assert len(stacktok.select_batch([x] * 20, [z] * 20, [q] * 20, 5)) == 20
     assert most <= 2 * torch.get_num_threads() + 1
@@ -212,11 +214,92 @@ def test_a_selection_travels_to_another_process_and_compares_equal():
     selection = stacktok.select_from_affinities(a_qv, a_vv, 12)
     crops = stacktok.select_crops_from_affinities([(a_qv, a_vv, None)] * 2, np.int64(20))
     for record in (selection, crops):
-        copy = pickle.loads(pickle.dumps(record))
-        assert copy == record
-        assert copy.prefix(np.int64(5)).to_json() == record.prefix(5).to_json()
+        other = pickle.loads(pickle.dumps(record))
+        assert other == record
+        assert other.prefix(np.int64(5)).to_json() == record.prefix(5).to_json()
     assert selection != crops
     assert selection != stacktok.select_from_affinities(a_qv, a_vv, 11)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n": "20"}, "n has type str, not int"),
+        ({"k": True}, "k=True is not a count"),
+        ({"k": 21}, "k=21 is larger than n=20"),
+        ({"indices": [0, 1]}, r"indices is not an array \(4,\) of numbers"),
+        ({"indices": [0, 1, 2, 20]}, "indices does not hold 4 different tokens of 0 to 19"),
+        ({"indices": [3, 1, 2, 0]}, "indices are not ascending"),
+        ({"order": [1, 1, 2, 3]}, "order does not hold 4 different tokens"),
+        ({"order": [1.5, 1, 2, 3]}, "order is not an array"),
+        ({"order": [10**30, 1, 2, 3]}, "order is not an array"),
+        ({"order": None}, "order is not an array"),
+        ({"criterion": ["relevance", "magic", "fill", "fill"]}, "criterion does not hold 4 of relevance"),
+        ({"criterion": [[], [], [], []]}, "criterion does not hold 4 of relevance"),
+        ({"bound": [0, 1, 0, 1]}, "bound is not an array"),
+        ({"coverage": [0.0] * 4}, r"coverage is not an array \(5,\)"),
+        ({"coverage": [0.0, 0.1, float("nan"), 0.2, 0.3]}, "coverage holds NaN or infinity"),
+        ({"strictness": "high"}, "strictness is not an array"),
+        ({"swaps": [[1, 2]]}, r"swaps is not an array \(1, 4\)"),
+        ({"not_anytime": 3}, "not_anytime has type int, not str"),
+    ],
+)
+def test_what_is_read_from_json_must_fit_together(change, message):
+    a_qv, a_vv = affinities(20, 3)
+    selection = stacktok.select_from_affinities(a_qv, a_vv, 4)
+    with pytest.raises(ValueError, match=f"the text is not a Selection that to_json wrote: {message}"):
+        stacktok.Selection.from_json(json.dumps(selection.to_dict() | change))
+    for name in selection.to_dict():
+        values = selection.to_dict()
+        del values[name]
+        with pytest.raises(ValueError, match=f"it has no {name}"):
+            stacktok.Selection.from_json(json.dumps(values))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "[" * 100_000, '{"n": 1}'])
+def test_what_is_no_record_is_refused(text):
+    for kind in (stacktok.Selection, stacktok.CropSelection):
+        with pytest.raises(ValueError, match=f"the text is not a {kind.__name__} that to_json wrote: it "):
+            kind.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": 3}, "the crops do not hold k=3 tokens together"),
+        ({"crops": []}, "crops is empty"),
+        ({"crop_order": [[0, 1]] * 4}, "crop_order is not an order of the crops' picks"),
+        ({"crop_order": 7}, "crop_order is not an array"),
+        ({"nominees": [[0], [1]]}, r"nominees is not an array \(4, 2\)"),
+        ({"nominee_gain": "none"}, "nominee_gain is not an array"),
+    ],
+)
+def test_crops_that_are_read_from_json_must_fit_together(change, message):
+    crops = stacktok.select_crops_from_affinities([(*affinities(9, 2, seed=seed), None) for seed in range(2)], 4)
+    with pytest.raises(ValueError, match=message):
+        stacktok.CropSelection.from_json(json.dumps(json.loads(crops.to_json()) | change))
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_prepared_images_can_be_pickled_and_copied(backend):
+    x, z, q = (torch.from_numpy(array) for array in features(40, 4))
+    image = stacktok.prepare(x, z, range(30), backend=backend)
+    crops = stacktok.prepare_crops([stacktok.Crop(x, z), stacktok.Crop(x[:9], z[:9])], backend=backend)
+    for prepared in (image, crops):
+        expected = prepared.select(q, 12)
+        for other in (pickle.loads(pickle.dumps(prepared)), copy.deepcopy(prepared), copy.copy(prepared)):
+            assert other.select(q, 12) == expected
+            assert other.nbytes == prepared.nbytes
+
+
+def test_a_prepared_image_counts_its_bytes():
+    """A^vv, what is computed from it, the norms; not the features, which stay the caller's."""
+    x, z, q = (torch.from_numpy(array) for array in features(100, 4, d=512))
+    image = stacktok.prepare(x, z)
+    assert image.nbytes == pytest.approx(4 * 100 * 100, rel=0.05)
+    assert image.nbytes > 4 * 100 * 100
+    image.select(q, 50)
+    assert stacktok.prepare_crops([stacktok.Crop(x, z)] * 2).nbytes == 2 * stacktok.prepare(x, z).nbytes
 
 
 def test_mask_and_gather_follow_the_indices():

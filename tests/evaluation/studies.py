@@ -6,7 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from stacktok.evaluation.plan import Plan, parse_plan
+from stacktok.scenes import make_scene, questions, render, seed_for
 from tests import tiny
+
+SCENES = [{"name": "scenes", "task": "scenes", "metrics": ["exact_match"], "scale": 100, "by": "family"}]
+"""All questions about scenes, a column per family."""
 
 
 def save_tiny(folder: Path, family: str = "llava") -> str:
@@ -21,6 +25,12 @@ def save_tiny(folder: Path, family: str = "llava") -> str:
     else:
         built.processor.save_pretrained(folder)
     return str(folder)
+
+
+def asked(family: str, scenes: int) -> list[tuple[Any, Any]]:
+    """Pictures and questions of one family about the first scenes of the test split."""
+    made = [make_scene(seed_for("test", index)) for index in range(scenes)]
+    return [(render(scene), one) for scene in made for one in questions(scene) if one.family == family]
 
 
 def plan(pretrained: str, **changes: Any) -> Plan:

@@ -1,4 +1,4 @@
-"""Cells: a killed run loses at most one, a second start does what is missing, a changed setting reuses nothing."""
+"""Cells: a killed run loses at most a chunk, a second start does what is missing, a changed setting reuses nothing."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def finished(checkpoint, tmp_path_factory):
 
 def fake(cell):
     """A result that needs no model, for tests of the bookkeeping."""
-    item = {"id": 0, "group": 1, "score": 1.0, "tokens": 3}
-    return {"score": 100.0, "metrics": {"exact_match": 1.0}, "items": [item], "replicates": None}
+    items = {"group": [1], "score": [1.0], "tokens": [3]}
+    return {"score": 100.0, "metrics": {"exact_match": 1.0}, "items": items, "replicates": None}
 
 
 @pytest.fixture
@@ -42,9 +42,10 @@ def bookkeeping(monkeypatch):
     """Replace the model's part of the runner; returns the cells that were run."""
     done = []
 
-    def call(self, cell):
-        done.append(cell.file)
-        return fake(cell)
+    def call(self, cells, tick):
+        for cell in cells:
+            done.append(cell.file)
+            yield cell, fake(cell), None
 
     monkeypatch.setattr(LocalRunner, "__call__", call)
     return done
@@ -55,18 +56,14 @@ def test_every_cell_has_a_file_with_its_settings_and_a_log_of_every_item(finishe
     assert len(results) == 2 * (1 + 2 * 2)
     assert finished.missing() == []
     for result in results:
-        settings = result["settings"]
-        for item in result["items"]:
-            assert item["tokens_full"] == 36
-            expected = {None: 36, 12: 12, "20%": 7}[settings["budget"]]
-            assert item["tokens"] == expected
-            if settings["method"] == "stacktok":
-                assert 0 <= item["strictness"] <= 1
-                assert 0 <= item["bound"] <= 1
-                assert item["selection_seconds"] > 0
-            else:
-                assert item["strictness"] is None
-                assert item["bound"] is None
+        settings, items = result["settings"], result["items"]
+        assert set(items["tokens_full"]) == {36}
+        assert set(items["tokens"]) == {{None: 36, 12: 12, "20%": 7}[settings["budget"]]}
+        if settings["method"] == "stacktok":
+            assert all(0 <= value <= 1 for name in ("strictness", "bound") for value in items[name])
+            assert min(items["selection_seconds"]) > 0
+        else:
+            assert set(items["strictness"]) == set(items["bound"]) == {None}
 
 
 @pytest.mark.parametrize("method", ["fastv", "sparsevlm", "visionzip", "mmtok"])
@@ -74,12 +71,11 @@ def test_every_kind_of_method_is_counted_alike(checkpoint, method, tmp_path):
     # Two of the tiny model's three layers see all tokens before FastV prunes.
     budget = 12 if method in ("visionzip", "mmtok") else 30
     plan = studies.plan(checkpoint, methods=[{"name": "M", "method": method}], budgets=[budget], full=False, limit=2)
-    for result in run_plan(plan, tmp_path).read():
-        for item in result["items"]:
-            assert item["tokens_full"] == 36
-            if method in ("visionzip", "mmtok"):
-                assert item["tokens"] == item["tokens_per_layer"] == 12
-            assert item["tokens_per_layer"] < 36
+    for items in (result["items"] for result in run_plan(plan, tmp_path).read()):
+        assert items["tokens_full"] == [36, 36]
+        if method in ("visionzip", "mmtok"):
+            assert items["tokens"] == items["tokens_per_layer"] == [12, 12]
+        assert max(items["tokens_per_layer"]) < 36
 
 
 def test_a_second_start_runs_nothing(checkpoint, finished, bookkeeping):
@@ -110,6 +106,8 @@ def test_only_what_is_missing_or_damaged_is_done_again(checkpoint, bookkeeping, 
         {"methods": [{"name": "StackTok", "method": "stacktok", "settings": {"relevance_depth": 2}}], "full": False},
         {"methods": [{"name": "StackTok", "method": "mmtok"}], "full": False},
         {"budgets": [13], "full": False},
+        {"split": "dev"},
+        {"positions": ["kept"], "full": False},
     ],
 )
 def test_a_changed_setting_never_reuses_a_cell(checkpoint, changes):
@@ -134,27 +132,41 @@ def test_results_of_other_settings_stay_out_of_a_report(checkpoint, bookkeeping,
     assert {result["settings"]["budget"] for result in results.read()} == {5}
 
 
-def test_a_killed_run_loses_at_most_one_cell(checkpoint, tmp_path):
+def test_a_killed_run_loses_at_most_one_chunk(checkpoint, tmp_path):
+    """Killed at the fourth of six steps (three methods on two chunks), a second start does the three that are left."""
     program = (
         "import os, signal, sys\n"
-        "from stacktok.evaluation import run\n"
-        "from tests.evaluation import studies, test_cells\n"
-        "count = 0\n"
-        "def call(self, cell):\n"
+        "from stacktok.evaluation import run, scenes_loop\n"
+        "from tests.evaluation import studies\n"
+        "step, last, count = scenes_loop.Bench.step, int(sys.argv[1]), 0\n"
+        "def counted(self, cells, chunk):\n"
         "    global count\n"
         "    count += 1\n"
-        "    if count == 4:\n"
+        "    if count == last:\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return test_cells.fake(cell)\n"
-        "run.LocalRunner.__call__ = call\n"
-        f"run.run_plan(studies.plan({checkpoint!r}), {str(tmp_path)!r})\n"
+        "    return step(self, cells, chunk)\n"
+        "scenes_loop.Bench.step, scenes_loop.CHUNK = counted, 2\n"
+        f"plan = studies.plan({checkpoint!r}, tasks=studies.SCENES)\n"
+        f"run.run_plan(plan, {str(tmp_path)!r})\n"
+        "print(count)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
-    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, check=False)
-    assert ended.returncode == -signal.SIGKILL
-    results = Results(tmp_path / "small")
-    assert len(list(results.read())) == 3
-    assert len(results.missing()) == 7
+
+    def start(last):
+        command = [sys.executable, "-c", program, str(last)]
+        return subprocess.run(command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True)
+
+    assert start(4).returncode == -signal.SIGKILL
+    results, journal = Results(tmp_path / "small"), tmp_path / "small" / "journal.jsonl"
+    assert list(results.read()) == []
+    # A line that was torn is not counted as done.
+    journal.write_text(journal.read_text() + '\n{"cell": "x", "chu')
+    assert start(99).stdout == "3\n"
+    assert results.missing() == []
+    assert not journal.exists()
+    whole = run_plan(studies.plan(checkpoint, tasks=studies.SCENES), tmp_path / "whole")
+    for cut, one in zip(results.read(), whole.read(), strict=True):
+        assert (cut["settings"], cut["items"]["answer"]) == (one["settings"], one["items"]["answer"])
 
 
 def test_a_full_disk_stops_the_run_and_leaves_finished_cells_whole(checkpoint, bookkeeping, monkeypatch, tmp_path):
@@ -179,15 +191,15 @@ def test_a_full_disk_stops_the_run_and_leaves_finished_cells_whole(checkpoint, b
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "cell.json"
-    cells.write_whole(path, {"format": 1, "n": 1})
+    cells.write_whole(path, {"format": 2, "items": {"count": 1}})
 
     def interrupt(descriptor):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cells.os, "fsync", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        cells.write_whole(path, {"format": 1, "n": 2})
-    assert read_result(path) == {"format": 1, "n": 1}
+        cells.write_whole(path, {"format": 2, "items": {"count": 2}})
+    assert read_result(path)["items"] == {"id": [0]}
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -201,12 +213,12 @@ def test_leftovers_of_a_killed_write_are_swept_and_never_read(checkpoint, bookke
 
 
 def test_a_failing_cell_stops_the_run_or_is_listed_at_its_end(checkpoint, monkeypatch, tmp_path):
-    def call(self, cell):
-        if cell.label == "DivPrune":
-            raise RuntimeError("out of memory")
-        return fake(cell)
+    from stacktok.methods import DivPrune
 
-    monkeypatch.setattr(LocalRunner, "__call__", call)
+    def broken(self, images, query, budget):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(DivPrune, "reduce_prompt", broken)
     with pytest.raises(CellError, match="tiny, DivPrune, budget 12, existence: out of memory"):
         run_plan(studies.plan(checkpoint), tmp_path)
     with pytest.raises(CellError, match="4 of 10 cells failed; the first: tiny, DivPrune"):
@@ -215,18 +227,18 @@ def test_a_failing_cell_stops_the_run_or_is_listed_at_its_end(checkpoint, monkey
 
 
 def test_an_error_while_answering_fails_the_cell(checkpoint, monkeypatch, tmp_path):
-    from stacktok.evaluation.answering import Answerer
+    from stacktok.evaluation.loop import Loop
 
-    def broken(self, prompts, **generation):
+    def broken(self, prompts, reductions, positions):
         raise RuntimeError("CUDA error")
 
-    monkeypatch.setattr(Answerer, "answer", broken)
+    monkeypatch.setattr(Loop, "answers", broken)
     with pytest.raises(CellError, match="CUDA error"):
         run_plan(studies.plan(checkpoint), tmp_path)
     assert list(Results(tmp_path / "small").read()) == []
 
 
-def test_a_checkpoint_that_cannot_be_had_leaves_the_cells_of_others(checkpoint, monkeypatch, tmp_path):
+def test_a_checkpoint_that_is_not_available_leaves_the_cells_of_others(checkpoint, monkeypatch, tmp_path):
     import transformers
 
     read = transformers.AutoConfig.from_pretrained
@@ -243,7 +255,7 @@ def test_a_checkpoint_that_cannot_be_had_leaves_the_cells_of_others(checkpoint, 
         CellError, match=r"gone, Vanilla, all tokens, existence: pretrained 'no/such-model' cannot be"
     ) as e:
         run_plan(plan, tmp_path)
-    assert str(e.value).endswith("it is no folder here, nor to be had from the hub")
+    assert str(e.value).endswith("is neither a folder here nor available from the hub; give another")
     assert "\n" not in str(e.value)
     results = Results(tmp_path / "small")
     assert [result["settings"]["model"] for result in results.read()] == ["tiny", "tiny"]
@@ -267,7 +279,7 @@ def test_progress_tells_the_time_left():
 
 def test_results_are_plain_json(finished):
     path = next(finished.cells.glob("*.json"))
-    assert json.loads(path.read_text())["format"] == 1
+    assert json.loads(path.read_text())["format"] == 2
 
 
 def test_a_folder_without_results_is_named(tmp_path):
@@ -275,3 +287,11 @@ def test_a_folder_without_results_is_named(tmp_path):
         cells.find_results(tmp_path)
     with pytest.raises(ValueError, match=r"holds no run.json"):
         Results(tmp_path).plan()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"plan": 1, "cells": []}'])
+def test_a_damaged_run_file_is_named(tmp_path, text):
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(ValueError, match=r"run\.json") as raised:
+        Results(tmp_path).plan()
+    assert "\n" not in str(raised.value)

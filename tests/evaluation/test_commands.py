@@ -60,11 +60,12 @@ def test_the_shipped_plans_are_listed():
         (("report", "."), "holds no results"),
         (("report", ".", "--format", "pdf"), "format 'pdf' is not known; use one of markdown, latex, html"),
         (("show", "--image", "none.png", "--question", "a"), "image none.png does not exist"),
-        (("show", "--image", "x", "--question", "a", "--method", "best"), "no method is called 'best'"),
+        (("show", "--image", "x.png", "--question", "a", "--method", "best"), "no method is called 'best'"),
     ],
 )
 def test_what_a_user_gets_wrong_is_one_line_and_exit_code_2(words, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    tiny.picture(96, 96).save("x.png")
     ended = call(*words)
     assert ended.exit_code == 2
     assert message in ended.stderr

@@ -17,10 +17,9 @@ from stacktok import StackTok
 from stacktok.evaluation import lmms, run
 from stacktok.evaluation.answering import Answerer
 from stacktok.evaluation.cells import cells_of
-from stacktok.evaluation.loop import Loop
-from stacktok.evaluation.plan import load_plan, shipped_plans
+from stacktok.evaluation.plan import is_scenes, load_plan, shipped_plans
 from stacktok.evaluation.run import CellError, run_plan
-from stacktok.evaluation.scenes_task import MAX_NEW_TOKENS, read_items, right, write_task
+from stacktok.evaluation.scenes_task import MAX_NEW_TOKENS, right, write_task
 from stacktok.methods import VisionZip
 from tests import tiny
 from tests.evaluation import studies
@@ -51,7 +50,8 @@ def answers(results):
     for result in results.read():
         settings = result["settings"]
         key = (settings["label"], settings["budget"], settings["task"]["name"])
-        found[key] = [(item["id"], item["answer"], item["score"], item["tokens"]) for item in result["items"]]
+        items = {**result["items"], "answer": [text.strip() for text in result["items"]["answer"]]}
+        found[key] = list(zip(*(items[name] for name in ("id", "answer", "score", "tokens")), strict=True))
     return found
 
 
@@ -62,7 +62,7 @@ def test_every_task_and_metric_of_the_shipped_plans_is_in_the_installed_package(
     lmms.check_tasks(tasks.values())
     manager = TaskManager("ERROR")
     for name, task in tasks.items():
-        if not name.startswith("scenes/"):
+        if not is_scenes(name):
             metrics = {entry["metric"] for entry in manager._get_config(name)["metric_list"]}
             assert set(task.metrics) <= metrics, name
 
@@ -75,23 +75,8 @@ def test_an_unknown_task_is_refused_before_a_model_is_loaded(checkpoint, tmp_pat
 
 
 def test_the_plugin_answers_as_the_own_loop_to_the_item(checkpoint, finished, tmp_path):
-    assert answers(finished) == answers(run_plan(studies.plan(checkpoint), tmp_path))
-
-
-def test_the_plugin_agrees_with_the_loop_that_has_no_hooks(checkpoint, finished, tmp_path):
     """An independent way: the stock language model on inputs compacted without the runtime."""
-    answerer = Answerer(checkpoint, dtype="float32", device="cpu")
-    loop = Loop(answerer.model, answerer.processor, max_new_tokens=8)
-    items = list(read_items(write_task(tmp_path, "scenes/existence", 4)))
-    encoded = [loop.prompt(item.image, loop.encode(item.image), item.question) for item in items]
-    method = StackTok(budget=12)
-    reductions = [method.reduce(prompt.image, prompt.query, 12) for prompt in encoded]
-    given = loop.answers(encoded, reductions)
-    ours = answers(finished)["StackTok", 12, "existence"]
-    assert [answer.strip() for _, answer, _, _ in ours] == given
-    assert [score for _, _, score, _ in ours] == [
-        right(text, item.answer) for text, item in zip(given, items, strict=True)
-    ]
+    assert answers(finished) == answers(run_plan(studies.plan(checkpoint), tmp_path))
 
 
 @pytest.mark.parametrize("family", ["llava_next", "qwen2_5_vl"])
@@ -105,19 +90,19 @@ def test_every_family_answers_as_in_direct_generation(family, tmp_path):
     found = answers(run_plan(plan, tmp_path / "out", device="cpu"))
     assert set(found) == {("Vanilla", None, "counting"), ("StackTok", 9, "counting"), ("VisionZip", 9, "counting")}
     built = tiny.build(family)
-    items = list(read_items(write_task(tmp_path, "scenes/counting", 4)))
+    items = studies.asked("counting", 4)
     assert len(items) > 3
     for (label, budget, _), given in found.items():
         method = VisionZip(budget=budget) if label == "VisionZip" else StackTok(budget=budget)
         expected = []
-        for number, item in enumerate(items):
-            inputs = built.inputs([item.question], [[item.image]])
+        for number, (image, question) in enumerate(items):
+            inputs = built.inputs([question.text], [[image]])
             with method(built.model, built.processor) as pruned, torch.no_grad():
                 out = built.model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
             new = out[0, inputs["input_ids"].shape[1] :]
-            text = built.processor.tokenizer.decode(new, skip_special_tokens=True)
+            text = built.processor.tokenizer.decode(new, skip_special_tokens=True).strip()
             tokens = int((inputs["input_ids"] == built.model.config.image_token_id).sum())
-            score = right(text, item.answer)
+            score = right(text, question.answer)
             expected.append((number, text, score, tokens if budget is None else pruned.last[0].reduction.tokens))
         assert given == expected, label
     assert len({answer for given in found.values() for _, answer, _, _ in given}) > 3
@@ -186,7 +171,7 @@ def test_a_process_killed_in_the_middle_is_tried_again_and_counted_once(checkpoi
     results = run_plan(plan, tmp_path / "out", processes=2, device="cpu")
     assert (tmp_path / "killed").exists()
     items = next(iter(results.read()))["items"]
-    assert [item["id"] for item in items] == list(range(len(items)))
+    assert items["id"] == list(range(len(items["score"])))
 
 
 def _task(name):
@@ -270,9 +255,7 @@ def test_the_embedded_model_scores_the_same_through_lmms_eval_and_the_own_loop(t
     found = []
     for engine in ("lmms-eval", "loop"):
         plan = load_plan("scenes", {"engine": engine, "scenes": 12})
-        plan = plan.model_copy(
-            update={"methods": plan.methods[3:4], "budgets": (64,), "tasks": plan.tasks[:1] + plan.tasks[5:6]}
-        )
+        plan = plan.model_copy(update={"methods": plan.methods[3:4], "budgets": (64,)})
         results = run_plan(plan, tmp_path / engine, device="cpu")
         found.append((answers(results), [result["score"] for result in results.read()]))
     assert found[0] == found[1]
@@ -283,3 +266,16 @@ def test_the_keys_of_cells_name_the_engine(checkpoint):
     ours = {cell.key for cell in cells_of(studies.plan(checkpoint))}
     theirs = {cell.key for cell in cells_of(studies.plan(checkpoint, engine="lmms-eval"))}
     assert not ours & theirs
+
+
+def test_a_group_that_documents_do_not_have_is_named_at_the_first_item():
+    from types import SimpleNamespace
+
+    from stacktok.evaluation.lmms_model import StackTokModel
+
+    model = StackTokModel.around(SimpleNamespace(), None, 1, "cpu")
+    model.task_dict = {"gqa": {"test": [{"question": "Red?", "imageId": 3}]}}
+    model.required_field = "image_id"
+    request = SimpleNamespace(args=("", None, {}, 0, "gqa", "test"))
+    with pytest.raises(ValueError, match="group 'image_id' is not a field of task 'gqa'; give one of question"):
+        model._batch([request])

@@ -22,11 +22,12 @@ def values(**changes):
 
 def test_the_shipped_plans_cover_the_papers_tables():
     plans = {name: load_plan(name) for name in shipped_plans()}
-    assert set(plans) == {"paper-llava-1.5", "paper-llava-next", "paper-qwen2.5-vl", "paper-ablations", "scenes"}
+    papers = {"paper-llava-1.5", "paper-llava-next", "paper-qwen2.5-vl", "paper-ablations"}
+    assert set(plans) == papers | {"scenes", "embedded", "embedded-dev", "stress"}
     assert [task.name for task in plans["paper-llava-1.5"].tasks] == NINE
     assert [task.name for task in plans["paper-llava-next"].tasks] == NINE
     assert len(plans["paper-qwen2.5-vl"].tasks) == 7
-    assert plans["paper-qwen2.5-vl"].columns == ("gqa", "mmb", "mme", "pope", "textvqa")
+    assert plans["paper-qwen2.5-vl"].averaged == ("gqa", "mmb", "mme", "pope", "textvqa")
     # Unpruned, six methods on 7B and four on 13B, three budgets each, nine benchmarks.
     assert len(cells_of(plans["paper-llava-1.5"])) == 9 * (1 + 6 * 3 + 1 + 4 * 3)
     assert len(cells_of(plans["paper-llava-next"])) == 9 * (2 * (1 + 4 * 3))
@@ -34,7 +35,7 @@ def test_the_shipped_plans_cover_the_papers_tables():
 
 
 def test_every_row_of_the_papers_tables_has_a_cell_in_a_plan():
-    cells = [cell for name in shipped_plans() if name != "scenes" for cell in cells_of(load_plan(name))]
+    cells = [cell for name in shipped_plans() if name.startswith("paper") for cell in cells_of(load_plan(name))]
     ours = {(cell.model.name, cell.label, str(cell.budget)) for cell in cells}
     for row in published_rows():
         if not row.fine_tuned and row.method != "Vanilla" and (row.model, row.method) != ("Qwen2.5-VL-7B", "FastV"):
@@ -82,6 +83,8 @@ def test_published_numbers_are_found_by_the_names_of_the_plans():
         ({"dtype": "int8"}, "dtype: "),
         ({"engine": "loop"}, "task 'gqa' needs engine: lmms-eval"),
         ({"tasks": [{**TASK, "task": "scenes/colour"}]}, "names no question family; the families are existence"),
+        ({"tasks": [{**TASK, "task": "scenes"}], "split": "dev"}, "conditions and split: dev need engine: loop"),
+        ({"conditions": [{"name": "c", "kind": "fog"}]}, r"conditions.0.kind: .* \(given 'fog'\)"),
         ({"name": "../p"}, "name: String should match pattern"),
     ],
 )
@@ -108,7 +111,7 @@ def test_a_missing_checkpoint_is_refused_before_anything_runs(tmp_path):
 
 
 def test_plan_files_that_cannot_be_read_say_where(tmp_path):
-    with pytest.raises(ValueError, match="neither a file nor a shipped plan; shipped are paper-ablations"):
+    with pytest.raises(ValueError, match="neither a file nor a shipped plan; shipped are embedded"):
         load_plan("paper")
     broken = tmp_path / "plan.yaml"
     broken.write_text("name: p\nmodels: [")
@@ -117,3 +120,10 @@ def test_plan_files_that_cannot_be_read_say_where(tmp_path):
     broken.write_text("- a\n- b\n")
     with pytest.raises(ValueError, match="holds list, not fields"):
         load_plan(broken)
+
+
+def test_a_misspelt_group_of_scenes_is_named():
+    task = {"name": "a", "task": "scenes/existence", "metrics": ["exact_match"], "group": "scene_sed"}
+    plan = {"name": "p", "engine": "loop", "models": [{"name": "m", "pretrained": "x/y"}], "tasks": [task]}
+    with pytest.raises(ValueError, match=r"group 'scene_sed' of task 'scenes/existence' .* give 'scene_seed'"):
+        parse_plan(plan)

@@ -11,7 +11,13 @@ import pytest
 from stacktok.evaluation.cells import Results, cells_of
 from stacktok.evaluation.formats import to_html, to_latex, to_markdown
 from stacktok.evaluation.plan import parse_plan
-from stacktok.evaluation.report import build_report, cross_model_table, scalarization_tables, score_table
+from stacktok.evaluation.report import (
+    build_report,
+    comparison_table,
+    cross_model_table,
+    scalarization_tables,
+    score_table,
+)
 from stacktok.evaluation.retention import retention
 from stacktok.evaluation.tables import Measured, differences, read_study
 
@@ -44,13 +50,13 @@ def study(tmp_path, name="p", models=("LLaVA-1.5-7B", "LLaVA-1.5-13B"), skip=())
         if (cell.label, cell.budget, cell.task.name) in skip:
             continue
         if cell.task.name == "mme":
-            rows = [{"id": i, "group": None, "score": None, "tokens": 64} for i in range(10)]
-            result = {"score": 1500.0, "items": rows, "replicates": [1490.0 + i / 10 for i in range(200)]}
+            items = {"score": [None] * 40}
+            result = {"score": 1500.0, "items": items, "replicates": [1490.0 + i / 10 for i in range(200)]}
         else:
             column = ["gqa", "sqa"].index(cell.task.name)
             hits = set(orders[column][: right[cell.label][column]].tolist())
-            rows = [{"id": i, "group": None, "score": float(i in hits), "tokens": 64} for i in range(ITEMS)]
-            result = {"score": 100 * len(hits) / ITEMS, "items": rows, "replicates": None}
+            items = {"score": [float(i in hits) for i in range(ITEMS)]}
+            result = {"score": 100 * len(hits) / ITEMS, "items": items, "replicates": None}
         results.write(cell, {**result, "metrics": {}})
     return read_study(results)
 
@@ -62,8 +68,8 @@ def test_averages_are_those_of_the_papers_function_and_inside_their_intervals(tm
     assert row.average.estimate == pytest.approx(expected)
     assert row.average.low < expected < row.average.high
     assert found.row("LLaVA-1.5-7B", "Vanilla", None).average.estimate == 100
-    # The unpruned model against itself is certain: replicates are paired.
-    assert found.row("LLaVA-1.5-7B", "Vanilla", None).average.low == 100
+    # Replicates are paired, so the unpruned model against itself does not vary: it has nothing to estimate.
+    assert not found.row("LLaVA-1.5-7B", "Vanilla", None).average.known
 
 
 def test_a_clear_difference_is_called_one_and_a_single_item_is_not(tmp_path):
@@ -86,8 +92,7 @@ def test_scores_that_are_no_means_take_their_interval_from_replicates(tmp_path):
 
 
 def test_a_score_without_items_or_replicates_has_no_interval():
-    rows = [{"id": 0, "group": None, "score": None, "tokens": 1}]
-    result = {"score": 60.0, "items": rows, "replicates": None, "settings": {"task": {"scale": 1.0}}}
+    result = {"score": 60.0, "items": {"score": [None]}, "replicates": None, "settings": {"task": {"scale": 1.0}}}
     assert Measured.from_result(result).interval() is None
 
 
@@ -114,6 +119,71 @@ def test_the_cross_model_table_joins_budgets_with_slashes(tmp_path):
     assert table.rows[3][1] == "98.03 / 96.66"
     assert re.fullmatch(r"\d\d\.\d\d / \d\d\.\d\d", table.rows[2][1])
     assert cross_model_table([study(tmp_path, "one", models=("m",))]) is None
+
+
+def few(tmp_path, name, per_task, right, clusters=None):
+    """Two methods on two tasks of a few items; ``right`` tells how many each answers, the same in both tasks."""
+    tasks = [{"name": n, "task": n, "metrics": ["m"], "scale": 100, "group": "g"} for n in ("a", "b")]
+    plan = parse_plan(
+        {
+            "name": name,
+            "models": [{"name": "m", "pretrained": "some/model"}],
+            "methods": [{"name": "MMTok", "method": "mmtok"}, {"name": "StackTok", "method": "stacktok"}],
+            "budgets": [64],
+            "tasks": tasks,
+        }
+    )
+    results = Results(tmp_path / name)
+    cells = cells_of(plan)
+    results.start(plan, cells)
+    for cell in cells:
+        hits = right[cell.label]
+        items = {"score": [float(i < hits) for i in range(per_task)]}
+        if clusters is not None:
+            items["group"] = [i % clusters for i in range(per_task)]
+        results.write(cell, {"score": 100 * hits / per_task, "items": items, "replicates": None, "metrics": {}})
+    return read_study(results)
+
+
+def readings(table):
+    """Difference, p and reading per benchmark."""
+    return {row[3]: row[4:] for row in table.rows}
+
+
+def test_one_item_per_task_decides_nothing(tmp_path):
+    found = few(tmp_path, "p", 1, {"Vanilla": 1, "MMTok": 0, "StackTok": 1})
+    table = comparison_table(found, "MMTok")
+    assert readings(table) == {
+        "a": ("+100.00", "1.0000", "too few items (1; 6 needed)"),
+        "b": ("+100.00", "1.0000", "too few items (1; 6 needed)"),
+        "Avg.": ("+100.00", "–", "too few items (1; 20 needed)"),
+    }
+    assert "from 6 items" in table.notes[0]
+    scores = score_table(found, "m")
+    assert scores.rows[-1] == ("StackTok", "100.00", "100.00", "100.00")
+    assert any("fewer than 20 independent items" in note for note in scores.notes)
+
+
+def test_a_few_scenes_with_many_questions_are_a_few_items(tmp_path):
+    found = few(tmp_path, "p", 400, {"Vanilla": 400, "MMTok": 200, "StackTok": 400}, clusters=4)
+    assert {reading[2] for reading in readings(comparison_table(found, "MMTok")).values()} == {
+        "too few items (4; 6 needed)",
+        "too few items (4; 20 needed)",
+    }
+
+
+def test_six_items_that_all_agree_are_the_fewest_that_can_decide(tmp_path):
+    for items, verdict in ((5, "too few items (5; 6 needed)"), (6, "better")):
+        found = few(tmp_path, f"p{items}", items, {"Vanilla": items, "MMTok": 0, "StackTok": items})
+        difference, p_value, reading = readings(comparison_table(found, "MMTok"))["a"]
+        assert (difference, float(p_value), reading) == ("+100.00", round(2 / 2**items, 4), verdict)
+
+
+def test_methods_that_tie_are_not_marked_as_best(tmp_path):
+    tied = few(tmp_path, "p", 40, {"Vanilla": 40, "MMTok": 30, "StackTok": 30})
+    assert score_table(tied, "m").bold == frozenset()
+    ahead = score_table(few(tmp_path, "q", 40, {"Vanilla": 40, "MMTok": 30, "StackTok": 31}), "m")
+    assert {ahead.rows[row][0] for row, _ in ahead.bold} == {"StackTok"}
 
 
 def test_what_has_not_been_run_is_shown_as_missing(tmp_path):
@@ -182,8 +252,8 @@ def tuning(tmp_path, name, right, skip=()):
         if (cell.label, cell.budget) in skip:
             continue
         hits = right.get((cell.label, cell.budget), 320)
-        rows = [{"id": i, "group": None, "score": float(i < hits), "tokens": 64} for i in range(ITEMS)]
-        results.write(cell, {"score": 100 * hits / ITEMS, "items": rows, "replicates": None, "metrics": {}})
+        items = {"score": [float(i < hits) for i in range(ITEMS)]}
+        results.write(cell, {"score": 100 * hits / ITEMS, "items": items, "replicates": None, "metrics": {}})
     return read_study(results)
 
 

@@ -39,7 +39,7 @@ def items(results: Results):
     found = {}
     for result in results.read():
         key = (result["settings"]["label"], result["settings"]["task"]["name"])
-        found[key] = [(item["id"], item["answer"], item["score"], item["tokens"]) for item in result["items"]]
+        found[key] = list(zip(*(result["items"][name] for name in ("id", "answer", "score", "tokens")), strict=True))
     return found
 
 

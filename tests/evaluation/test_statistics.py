@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -52,7 +54,37 @@ def test_a_clear_difference_is_found_and_signed():
 def test_identical_answers_are_no_evidence():
     same = paired_comparison([1, 0, 1], [1, 0, 1])
     assert same.p_value == 1
-    assert same.difference == statistics.Interval(0, 0, 0)
+    assert same.difference.estimate == 0
+    assert not same.difference.known
+
+
+def test_few_items_get_an_interval_that_covers_as_often_as_it_says():
+    rng = np.random.default_rng(3)
+    hits = 0
+    for trial in range(1000):
+        interval = mean_interval(rng.standard_normal(20), seed=trial)
+        hits += interval.low <= 0 <= interval.high
+    # 950 expected with a spread of 7; plain percentiles reach 924.
+    assert 932 <= hits <= 971
+
+
+def test_fewer_items_than_can_be_resampled_get_no_interval():
+    scores = np.random.default_rng(4).random(20)
+    assert mean_interval(scores).known
+    assert not mean_interval(scores[:19]).known
+    assert not mean_interval(np.repeat(scores[:19], 10), groups=np.repeat(np.arange(19), 10)).known
+    assert not mean_interval(np.ones(500)).known
+    assert str(mean_interval(np.ones(500))) == "1.00"
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 6, 9])
+def test_few_clusters_are_tested_exactly(size):
+    rng = np.random.default_rng(size)
+    first, second = rng.integers(0, 5, (2, size)).astype(float)
+    difference = first - second
+    flipped = [abs(np.dot(signs, difference)) for signs in itertools.product((-1, 1), repeat=size)]
+    expected = np.mean([value >= abs(difference.sum()) - 1e-9 for value in flipped])
+    assert paired_comparison(first, second).p_value == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -68,3 +100,9 @@ def test_identical_answers_are_no_evidence():
 def test_bad_items_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_holms_rule_on_a_worked_example():
+    # Sorted 0.005, 0.01, 0.03, 0.04 times 4, 3, 2, 1; the last may not fall below the one before.
+    assert statistics.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert statistics.holm([0.5, float("nan"), 0.6])[0::2] == pytest.approx([1, 1])

@@ -239,7 +239,7 @@ def test_show_draws_methods_and_budgets_in_one_figure_with_hatched_padding():
     built, picture = tiny.build("llava_next"), tiny.picture(120, 50)
     question = "Is there a dog?"
     inputs = built.inputs([question], [[picture]])
-    figures = draw(built.model, built.processor, inputs, picture, question, [StackTok, VisionZip], [12, 5])
+    figures = draw(built.model, built.processor, inputs, picture, question, [StackTok(), VisionZip()], [12, 5])
     assert set(figures) == {"kept", "relevance", "nominees", "trajectory"}
     svg = saved(figures["kept"]).decode()
     assert RELEVANCE in svg or COVERAGE in svg
@@ -258,7 +258,7 @@ def test_a_picture_in_patches_lies_on_its_grid_with_the_steps_written_on_demand(
     question = "Is there a dog?"
     inputs = built.inputs([question], [[picture]])
     for numbered in (False, True):
-        figures = draw(built.model, built.processor, inputs, picture, question, [StackTok], [6], numbered=numbered)
+        figures = draw(built.model, built.processor, inputs, picture, question, [StackTok()], [6], numbered=numbered)
         (axes,) = (axes for axes in figures["kept"].axes if axes.images)
         (shown,) = axes.images
         assert shown.get_extent() == [0, 8, 4, 0]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tests.models.by_hand import stock_inputs
+from tests.models.by_hand import deepstack_rows, sequence, stock_arguments
 from tests.tiny import Tiny
 
 
@@ -86,7 +86,9 @@ def run(
 ) -> tuple[list[torch.Tensor], list[int], list[Token]]:
     """Logits of every step, the prompt's length in every layer, and its tokens after the last."""
     language_model = tiny.model.model.language_model
-    embeds, original, _ = stock_inputs(tiny, inputs)
+    seen = stock_arguments(tiny, inputs)
+    embeds, original, _ = sequence(seen, inputs)
+    added = deepstack_rows(seen)
     ids = inputs["input_ids"][0].tolist()
     image = [i for i, token in enumerate(ids) if token == tiny.model.config.image_token_id]
     text = list(range(image[-1] + 1, len(ids)))
@@ -111,19 +113,23 @@ def run(
                 rotation = language_model.rotary_emb(h, at)
                 size = len(tokens)
                 mask = torch.full((size, size), torch.finfo(h.dtype).min).triu(1)[None, None]
-                _, attention = layer.self_attn(
-                    hidden_states=layer.input_layernorm(h), attention_mask=mask, position_embeddings=rotation
-                )
-                h = layer(h, attention_mask=mask, position_embeddings=rotation)[0]
+                recurrent = not hasattr(layer, "self_attn")
+                if not recurrent:
+                    _, attention = layer.self_attn(
+                        hidden_states=layer.input_layernorm(h), attention_mask=mask, position_embeddings=rotation
+                    )
+                h = layer(h, attention_mask=None if recurrent else mask, position_embeddings=rotation)[0]
                 for token, state in zip(tokens, h, strict=True):
-                    token.state = state
+                    more = added.get((0, token.column), []) if token.visual else []
+                    token.state = state + more[number] if number < len(more) else state
                 if number in cuts:
                     rows = [i for i, token in enumerate(tokens) if token.prompt and token.column in asked]
                     columns = [i for i, token in enumerate(tokens) if token.visual]
                     part = attention[0][:, rows][:, :, columns]
                     if method == "sparsevlm+":
-                        part = part[sorted(range(len(part)), key=lambda i: -float(part[i].sum()))[:heads]]
-                        part = part / gravity(rotation, rows, columns)
+                        interleaved = tiny.family == "glm4v"
+                        turned = gravity(rotation, layer.self_attn.head_dim, interleaved, rows, columns)
+                        part = corrected(part, turned, heads)
                     scores = part.mean((0, 1)).tolist()
                     visual = [tokens[i] for i in columns]
                     if method == "fastv":
@@ -142,11 +148,39 @@ def run(
     return logits, lengths, [token for token in tokens if token.visual]
 
 
-def gravity(rotation: Any, rows: list[int], columns: list[int]) -> torch.Tensor:
-    """Rotate vectors of ones and multiply them."""
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+def corrected(attention: torch.Tensor, weights: torch.Tensor, heads: int) -> torch.Tensor:
+    """SparseVLM+: every head divided by the rotary weights; then the heads whose quotients sum to most, (heads, R, n).
 
-    cos, sin = rotation
-    ones = torch.ones(1, 1, cos.shape[1], cos.shape[2])
-    q, k = apply_rotary_pos_emb(ones, ones, cos, sin)
-    return torch.stack([torch.stack([(q[0, 0, i] * k[0, 0, j]).sum() for j in columns]) for i in rows])
+    The order is that of the authors' forward pass: the correction is applied to the attention of all heads, and what
+    selects heads is given its result.
+    """
+    quotients = [
+        [[a / w for a, w in zip(*row, strict=True)] for row in zip(head, weights.tolist(), strict=True)]
+        for head in attention.tolist()
+    ]
+    sums = [sum(sum(row) for row in head) for head in quotients]
+    ranked = sorted(range(len(sums)), key=lambda h: (-sums[h], h))
+    return torch.tensor([quotients[h] for h in ranked[:heads]])
+
+
+def gravity(rotation: Any, width: int, interleaved: bool, rows: list[int], columns: list[int]) -> torch.Tensor:
+    """Rotate vectors of ones and multiply them.
+
+    A pair is two neighbours, or a number of the first half of the rotated ones and its counterpart in the second; what
+    is not rotated stays 1.
+    """
+    cos, sin = (part[0] for part in rotation)
+    rotated = cos.shape[-1]
+    half = rotated // 2
+    pairs = [(2 * j, 2 * j + 1) if interleaved else (j, j + half) for j in range(half)]
+
+    def turned(i: int) -> list[float]:
+        vector = [1.0] * width
+        for a, b in pairs:
+            c, s = float(cos[i, a]), float(sin[i, a])
+            vector[a], vector[b] = c - s, s + c
+        return vector
+
+    return torch.tensor(
+        [[sum(a * b for a, b in zip(turned(i), turned(j), strict=True)) for j in columns] for i in rows]
+    )

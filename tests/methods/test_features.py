@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,28 +13,34 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from stacktok.core.tokens import TowerAttention
+from stacktok.core.tokens import EncodedCrop, EncodedImage, ImageLayout, TowerAttention, single_crop
 from stacktok.methods import (
     ABLATIONS,
     AveragePool,
     CDPruner,
     DivPrune,
+    FeatureMethod,
+    MergedTokens,
+    MergeMethod,
     MMTok,
+    PickMethod,
     RandomTokens,
+    ScoreMethod,
     StackTok,
     UniformGrid,
     VisionZip,
     ablation,
     at_depth,
+    available,
     paper_budgets,
 )
 from stacktok.methods.cells import cells
 from stacktok.methods.divprune import cosine_distances
 from tests.models.by_hand import crops_of, query_rows
-from tests.tiny import build, picture
+from tests.tiny import MROPE, build, picture
 
 FAMILIES = ("llava", "llava_next", "qwen2_5_vl")
-FEATURES = (StackTok, MMTok, DivPrune, CDPruner, VisionZip, RandomTokens, UniformGrid, AveragePool)
+FEATURES = [method for method in available().values() if issubclass(method, FeatureMethod)]
 
 
 def features(family: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -138,30 +147,65 @@ def test_distances_of_divprune_are_the_same_both_ways_and_for_copies(seed: int, 
     assert np.array_equal(distances, distances[first][:, first])
 
 
+def slow_cdpruner(crops: list[Any], query: Any, k: int, theta: float | None) -> list[list[int]]:
+    """Per crop the token that makes the determinant largest, step by step; relevance scaled over all crops."""
+    z, q = [np.array(unit(crop)) for crop in crops], np.array(unit(query))
+    relevance = [(q @ tokens.T).mean(0) for tokens in z]
+    low, high = min(r.min() for r in relevance), max(r.max() for r in relevance)
+    chosen: list[list[int]] = []
+    for tokens, raw in zip(z, relevance, strict=True):
+        r = (raw - low + 1e-6) / (high - low)
+        if theta is not None:
+            r = np.exp(theta / (2 * (1 - theta)) * r)
+        similarity = tokens @ tokens.T
+        np.fill_diagonal(similarity, 1)
+        kernel = np.diag(r) @ similarity @ np.diag(r)
+        picks: list[int] = []
+        for _ in range(k):
+            left = [j for j in range(len(tokens)) if j not in picks]
+            volume = {j: np.linalg.slogdet(kernel[np.ix_([*picks, j], [*picks, j])])[1] for j in left}
+            picks.append(max(left, key=lambda j: (volume[j], -j)))
+        chosen.append(picks)
+    return chosen
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("weight", [0, 1, 2.5])
-def test_cdpruner_takes_the_largest_determinant_at_every_step(family: str, weight: float) -> None:
+@pytest.mark.parametrize("theta", [None, 0, 0.5, 0.9])
+def test_cdpruner_takes_the_largest_determinant_at_every_step(family: str, theta: float | None) -> None:
     vision, projected, query = features(family)
-    x, z, q = np.array(unit(vision)), np.array(unit(projected)), np.array(unit(query))
-    relevance = (q @ z.T).mean(0)
-    relevance = ((relevance - relevance.min() + 1e-6) / (relevance.max() - relevance.min())) ** weight
-    similarity = x @ x.T
-    np.fill_diagonal(similarity, 1)
-    kernel = np.diag(relevance) @ similarity @ np.diag(relevance)
-    chosen: list[int] = []
-    for _ in range(7):
-        determinants = {
-            j: np.linalg.slogdet(kernel[np.ix_([*chosen, j], [*chosen, j])])[1]
-            for j in range(len(x))
-            if j not in chosen
-        }
-        chosen.append(max(determinants, key=lambda j: (determinants[j], -j)))
-    found = CDPruner(budget=7, relevance_weight=weight).select(vision, projected, query)
-    assert found.order.tolist() == chosen
-    assert CDPruner(budget=7, relevance_weight=weight).select(vision, projected, query, found.order[1:]).k == 6
-    # More tokens than the features span are filled by lowest index.
+    method = CDPruner(budget=7, theta=theta)
+    found = method.select(vision, projected, query)
+    assert [found.order.tolist()] == slow_cdpruner([projected], query, 7, theta)
+    assert method.select(vision, projected, query, found.order[1:]).k == 6
+
+
+def test_cdpruner_scales_relevance_over_all_crops_and_keeps_an_equal_share_of_each() -> None:
+    tiny = build("llava_next")
+    inputs = tiny.inputs(["Is there a dog?"], [[picture(112, 112)]])
+    crops = [crop.projected for crop in crops_of(tiny, inputs)[0][0]]
+    _, pruned = given_to_language_model(tiny, inputs, CDPruner(budget=20))
+    anchors = pruned.last[0].reduction.anchors
+    expected = slow_cdpruner(crops, query_rows(tiny, "there dog"), 4, None)
+    assert [sorted(anchors[anchors[:, 0] == c, 1].tolist()) for c in range(5)] == [sorted(c) for c in expected]
+
+
+def test_ties_and_the_end_of_the_span_go_to_the_lowest_index_for_cdpruner() -> None:
     few = torch.eye(3)[[0, 0, 1, 1, 2, 2]]
     assert CDPruner(budget=5).select(few, few, None).order.tolist() == [0, 2, 4, 1, 3]
+    # Copies of random directions, whose products float32 rounds: a copy of a kept token adds nothing.
+    generator = torch.Generator().manual_seed(7)
+    kinds = [3, 0, 3, 1, 0, 2, 2, 1, 3]
+    copied = torch.randn(4, 50, generator=generator)[kinds]
+    order = CDPruner(budget=7).select(copied, copied, None).order.tolist()
+    assert {kinds[i] for i in order[:4]} == {0, 1, 2, 3}
+    assert order[4:] == [i for i in range(9) if i not in order[:4]][:3]
+    # Relevance near 0 is still relevance: a token that nothing spans comes before all that are spanned.
+    rows = torch.tensor([[1.0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1]])
+    query = torch.tensor([[1.0, 0.5, 0]])
+    assert CDPruner(budget=3).select(rows, rows, query).order.tolist() == [0, 2, 3]
+    for theta in (-0.1, 1, True):
+        with pytest.raises(ValueError, match=f"theta={theta}"):
+            CDPruner(theta=theta)
 
 
 def test_tokens_that_may_not_be_kept_do_not_exist_for_divprune_but_are_covered_by_mmtok() -> None:
@@ -288,13 +332,15 @@ def test_visionzip_on_llava_next_takes_every_crop_by_itself_and_puts_the_tiles_t
     torch.testing.assert_close(embeds[0, at : at + 40], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_visionzip_on_qwen_ranks_by_received_attention_and_merges_what_the_language_model_would_get() -> None:
-    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
-
-    tiny = build("qwen2_5_vl")
+@pytest.mark.parametrize("family", MROPE)
+def test_visionzip_on_merged_patches_ranks_by_received_attention_and_merges_embeddings(family: str) -> None:
+    """Merging happens on what the language model would get."""
+    tiny = build(family)
     inputs = tiny.inputs(["Is there a dog?"], [[picture(160, 100)]])
     visual = tiny.model.model.visual
-    block = visual.blocks[1].attn
+    # Block 1 is the one of Qwen2.5-VL that attends over the whole image.
+    block = visual.blocks[1 if family == "qwen2_5_vl" else -1].attn
+    rotate = sys.modules[type(block).__module__].apply_rotary_pos_emb_vision
     seen: dict[str, Any] = {}
     handles = [
         block.register_forward_pre_hook(
@@ -305,7 +351,9 @@ def test_visionzip_on_qwen_ranks_by_received_attention_and_merges_what_the_langu
     with torch.no_grad():
         rows = tiny.model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"]).pooler_output[0]
         q, key, _ = block.qkv(seen["x"]).reshape(len(seen["x"]), 3, block.num_heads, -1).permute(1, 0, 2, 3)
-        q, key = apply_rotary_pos_emb_vision(q, key, *seen["position_embeddings"])
+        if hasattr(block, "q_norm"):
+            q, key = block.q_norm(q), block.k_norm(key)
+        q, key = rotate(q, key, *seen["position_embeddings"])
     for handle in handles:
         handle.remove()
     attention = (torch.einsum("ihd,jhd->hij", q, key) * block.scaling).softmax(-1)
@@ -465,3 +513,101 @@ def test_budgets_of_the_paper() -> None:
     assert paper_budgets("qwen2_5_vl") == ("20%", "10%", "5%")
     with pytest.raises(ValueError, match="gemma"):
         paper_budgets("gemma")
+
+
+@pytest.mark.parametrize("method", FEATURES)
+@pytest.mark.parametrize("crops", [1, 3])
+def test_a_prepared_image_answers_every_question_as_if_it_were_the_first(method: Any, crops: int) -> None:
+    generator = torch.Generator().manual_seed(crops)
+    vision, projected = torch.randn(crops, 20, 6, generator=generator), torch.randn(crops, 20, 9, generator=generator)
+    attention = TowerAttention(torch.rand(20, generator=generator), torch.randn(20, 4, generator=generator))
+    layout = ImageLayout.raster(*[(4, 5)] * crops).with_eligible(np.arange(20 * crops) % 20 > 2)
+    image = EncodedImage.of(layout, vision.flatten(0, 1), projected.flatten(0, 1)).with_attention([attention] * crops)
+    image = replace(image, modality="video")
+    queries = [torch.randn(2, 9, generator=generator), None, torch.randn(3, 9, generator=generator)]
+    asked = [(query, budget) for budget in (7, 1, 19, 0, "50%", 99) for query in queries]
+    prepared = method().prepare(image)
+    assert prepared.image is image
+    nbytes = prepared.nbytes
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda question: prepared.reduce(*question), asked))
+    for (query, budget), reduction in zip(asked, found, strict=True):
+        fresh = method().reduce(image, query, budget)
+        assert reduction.anchors.tolist() == fresh.anchors.tolist()
+        assert [source.tolist() for source in reduction.sources] == [source.tolist() for source in fresh.sources]
+        assert reduction.embeddings.keys() == fresh.embeddings.keys()
+        assert all(torch.equal(reduction.embeddings[i], fresh.embeddings[i]) for i in fresh.embeddings)
+    if not method.query_aware:
+        assert found[0].anchors.tolist() == found[1].anchors.tolist() == found[2].anchors.tolist()
+    assert prepared.nbytes >= nbytes >= (crops * 20 * 20 * 4 if method in (StackTok, MMTok) else 0)
+
+
+def test_a_ranking_that_no_question_changes_is_made_once() -> None:
+    vision, projected, query = features("llava")
+    calls = []
+
+    class Norms(ScoreMethod):
+        def score(self, crop: EncodedCrop, query: torch.Tensor | None) -> torch.Tensor:
+            calls.append(query)
+            return crop.projected.square().sum(1)
+
+    class First(PickMethod):
+        nested = True
+
+        def pick(self, crop: EncodedCrop, query: torch.Tensor | None, k: int) -> Any:
+            calls.append(query)
+            return np.flatnonzero(crop.eligible)[:k]
+
+    image = single_crop(vision, projected, (6, 6))
+    for method in (Norms, First):
+        for kind in (method, type("Asking", (method,), {"query_aware": True})):
+            calls.clear()
+            prepared = kind().prepare(image)
+            kept = [prepared.reduce(query, k).record.order.tolist() for k in (3, 9, 3)]
+            assert kept[0] == kept[1][:3] == kept[2]
+            assert len(calls) == (3 if kind.query_aware else 1)
+            assert all((asked is not None) == kind.query_aware for asked in calls)
+
+
+def test_scores_rank_eligible_tokens_stably() -> None:
+    values = [3.0, 5.0, 5.0, float("nan"), 5.0, -1.0, 3.0, float("inf")]
+    rows = torch.ones(8, 2)
+    eligible = [0, 1, 2, 4, 5, 6]
+
+    class Column(ScoreMethod):
+        def score(self, crop: EncodedCrop, query: torch.Tensor | None) -> torch.Tensor:
+            return torch.tensor(values)
+
+    expected = sorted(eligible, key=lambda i: (-values[i], i))
+    for k in range(1, 6):
+        assert Column(budget=k).select(rows, rows, None, eligible).order.tolist() == expected[:k]
+    with pytest.raises(ValueError, match=r"Column.score returned NaN; give a number for every eligible token"):
+        Column(budget=2).select(rows, rows, None)
+
+
+@pytest.mark.parametrize(
+    ("picks", "message"),
+    [
+        ([0, 1], "returned 2 tokens where 3 were asked for"),
+        ([1, 4, 1], "returned token 1 more than once"),
+        ([0, 1, 9], "returned token 9; give indices from 0 to 7"),
+        ([-1, 1, 2], "returned token -1; give indices from 0 to 7"),
+        ([0, 1, 5], "returned token 5, which may not be kept"),
+        ([0.0, 1.0, 2.0], "returned shape .* type float64; give token indices"),
+    ],
+)
+def test_wrong_picks_are_refused_by_name(picks: Any, message: str) -> None:
+    class Picks(PickMethod):
+        def pick(self, crop: EncodedCrop, query: torch.Tensor | None, k: int) -> Any:
+            return picks
+
+    class Merges(MergeMethod):
+        def merge(self, crop: EncodedCrop, query: torch.Tensor | None, k: int) -> MergedTokens:
+            return MergedTokens(picks[:1], picks[1:], crop.projected[:2][: len(picks) - 1], [np.array([4])] * 2)
+
+    rows = torch.ones(8, 2)
+    with pytest.raises((ValueError, TypeError), match=f"Picks.pick {message}"):
+        Picks(budget=3).select(rows, rows, None, [0, 1, 2, 3, 4])
+    message = "returned 1 anchors, 1 made tokens and 2 sources" if len(picks) == 2 else message
+    with pytest.raises((ValueError, TypeError), match=f"Merges.merge {message}"):
+        Merges(budget=3).select(rows, rows, None, [0, 1, 2, 3, 4])

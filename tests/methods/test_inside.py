@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import copy
+import importlib
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stacktok.methods import FastV, SparseVLM
-from tests.methods.layer_by_layer import run
+from stacktok.methods import FastV, LayerMethod, LayerView, MergedTokens, SparseVLM
+from tests.methods.given_view import GivenView
+from tests.methods.layer_by_layer import corrected, run
+from tests.models.by_hand import sequence, stock_arguments
 from tests.models.test_pruned_models import greedy
-from tests.tiny import build, picture
+from tests.tiny import MROPE, build, picture
 
 DEPTH = 6
-FAMILIES = ("llava", "llava_next", "llava_next_mistral", "qwen2_5_vl")
+LLAMA = "llama.modeling_llama"
+FAMILIES = ("llava", "llava_next", "llava_next_mistral", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v")
+# Where a family has no attention to rank by, or still adds features: what says so.
+REFUSED = {"qwen3_vl": "Qwen3-VL adds visual features", "qwen3_5": "of Qwen3.5 is recurrent"}
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 
 
@@ -24,12 +32,21 @@ def one(tiny: Any) -> Any:
     return tiny.inputs(["Is there a dog on the blue field?"], [[picture(160, 100)]])
 
 
-def cache_lengths(cache: Any, depth: int = DEPTH) -> list[int]:
-    return [cache.get_seq_length(layer) for layer in range(depth)]
+def cache_lengths(cache: Any) -> list[int]:
+    return [layer.get_seq_length() for layer in cache.layers if hasattr(layer, "get_seq_length")]
+
+
+def can_cut(tiny: Any, method: Any) -> bool:
+    """Whether the layers after which a method cuts are such that the tiny models of this depth allow it."""
+    first, kinds = method.layers(DEPTH)[0], getattr(tiny.model.config.get_text_config(), "layer_types", None)
+    if tiny.family == "qwen3_vl":
+        return first >= 1
+    return kinds is None or all(kinds[layer] != "linear_attention" for layer in method.layers(DEPTH))
 
 
 CASES = {
     "fastv": (FastV(budget=9, counting="kept", full_layers=3), "kept"),
+    "fastv, early": (FastV(budget=9, counting="kept", full_layers=2), "kept"),
     "fastv, compact": (FastV(budget=9, counting="kept", full_layers=2, positions="compact"), "compact"),
     "sparsevlm": (SparseVLM(budget=0.4, seed=5), "compact"),
     "sparsevlm, kept": (SparseVLM(budget=0.4, seed=5, positions="kept"), "kept"),
@@ -42,12 +59,16 @@ CASES = {
 def test_generation_equals_the_definition_run_layer_by_layer(family: str, case: str) -> None:
     method, positions = CASES[case]
     tiny = build(family, DEPTH)
-    if family == "qwen2_5_vl":
+    if family in MROPE:
         if method.positions == "compact":
-            with pytest.raises(ValueError, match="positions='compact' is not defined for Qwen"):
+            with pytest.raises(ValueError, match="positions='compact' is not defined for"):
                 method(tiny.model, tiny.processor)
             return
         positions = "kept"
+    if not can_cut(tiny, method):
+        with pytest.raises(ValueError, match=REFUSED[family]), method(tiny.model, tiny.processor):
+            pass
+        return
     inputs = one(tiny)
     n = int((inputs["input_ids"] == tiny.model.config.image_token_id).sum())
     cuts = dict(zip(method.layers(DEPTH), method.keeps(DEPTH, n, method.budget), strict=True))
@@ -68,27 +89,37 @@ def test_generation_equals_the_definition_run_layer_by_layer(family: str, case: 
         torch.testing.assert_close(out.logits[step][0], expected[step], **CLOSE)
     assert len(set(lengths)) == len(cuts) + 1
     # The layers hold the prompt as far as it entered them, and the three tokens generated from.
-    assert cache_lengths(out.past_key_values) == [length + 3 for length in lengths]
+    caching = [hasattr(layer, "self_attn") for layer in tiny.model.model.language_model.layers]
+    assert cache_lengths(out.past_key_values) == [n + 3 for n, caches in zip(lengths, caching, strict=True) if caches]
     text = inputs["input_ids"].shape[1] - n
     result = pruned.last[0]
     assert result.per_layer == pruned.per_layer == tuple(length - text for length in lengths)
     assert result.average == pytest.approx(sum(result.per_layer) / DEPTH)
-    assert result.cache_entries == sum(cache_lengths(out.past_key_values)) - DEPTH * (text + 3)
+    assert result.cache_entries == sum(cache_lengths(out.past_key_values)) - sum(caching) * (text + 3)
     assert (result.before, result.after) == (n, len(left))
     # What each output token came from, by its place among the image's rows.
     image = result.image
-    places = [set(image.places_of(pairs).tolist()) for pairs in result.reduction.sources if len(pairs)]
+    places = [set(image.offsets_of(pairs).tolist()) for pairs in result.reduction.sources if len(pairs)]
     assert places == [token.made_of for token in left if image_token(image, token.made_of)]
 
 
 def image_token(image: Any, places: set[int]) -> bool:
     """Whether a token is none of the layout's newlines."""
-    return not places <= set(image.separators.tolist())
+    return not places <= set(image.layout.separators.tolist())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+MIXED = (
+    FastV(budget=0.6, full_layers=2),
+    FastV(budget=0.6, full_layers=1),
+    SparseVLM(budget=0.4),
+    SparseVLM(budget=0.4, variant="+"),
+)
+
+
 @pytest.mark.parametrize(
-    "method", [FastV(budget=0.6, full_layers=1), SparseVLM(budget=0.4), SparseVLM(budget=0.4, variant="+")], ids=str
+    ("family", "method"),
+    [(family, method) for family in FAMILIES for method in (MIXED[:1] if family in REFUSED else MIXED[1:])],
+    ids=str,
 )
 def test_a_mixed_batch_equals_its_single_runs(family: str, method: Any) -> None:
     tiny = build(family, DEPTH)
@@ -115,8 +146,15 @@ def test_a_mixed_batch_equals_its_single_runs(family: str, method: Any) -> None:
     assert forward.logits.shape[1] == kept.shape[1] == max(int((k >= 0).sum()) for k in kept)
 
 
-@pytest.mark.parametrize("family", ["llava", "llava_next", "qwen2_5_vl"])
-@pytest.mark.parametrize("method", [FastV, SparseVLM])
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        *((family, method) for family in ("llava", "llava_next", "qwen2_5_vl") for method in (FastV, SparseVLM)),
+        ("qwen3_vl", FastV),
+        ("qwen3_5", FastV),
+        ("glm4v", SparseVLM),
+    ],
+)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_keeping_everything_is_bit_identical(family: str, method: Any, attention: str) -> None:
     tiny = build(family, DEPTH)
@@ -239,6 +277,130 @@ def test_a_loss_is_taken_over_what_is_left() -> None:
     torch.testing.assert_close(out.loss, expected)
 
 
+@dataclass(frozen=True)
+class Probe(LayerMethod):
+    """Keeps the tokens that it is told, and shows its views to a function."""
+
+    result: Any = None
+    look: Any = None
+    after: int = 2
+
+    def layers(self, depth: int) -> tuple[int, ...]:
+        return (self.after,)
+
+    def keeps(self, depth: int, tokens: int, budget: Any) -> tuple[int, ...]:
+        return (3,)
+
+    def choose(self, view: LayerView, k: int) -> Any:
+        if self.look is not None:
+            self.look(view)
+        return self.result if self.result is not None else torch.arange(k)
+
+
+@pytest.mark.parametrize("family", ["llava", "llava_next_mistral", "qwen2_5_vl", "glm4v"])
+def test_a_view_shows_what_the_stock_model_computes(family: str) -> None:
+    tiny = build(family, DEPTH)
+    inputs = tiny.inputs(
+        ["Is there a dog?", "What is it, please, in the image?"], [[picture(160, 100)], [picture(60, 170, 1)]]
+    )
+    language_model, cut = tiny.model.model.language_model, 2
+    rotate = importlib.import_module(f"transformers.models.{'glm4v.modeling_glm4v' if family == 'glm4v' else LLAMA}")
+    embeds, _, mask = sequence(stock_arguments(tiny, inputs), inputs)
+    rotated: list[torch.Tensor] = []
+    seen: dict[str, Any] = {}
+    handles = [
+        language_model.layers[cut].self_attn.k_proj.register_forward_hook(lambda m, a, out: rotated.append(out)),
+        language_model.layers[cut].self_attn.register_forward_pre_hook(
+            lambda m, a, k: seen.update(k), with_kwargs=True
+        ),
+    ]
+    tiny.model.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            stock = tiny.model(**inputs, output_hidden_states=True, output_attentions=True)
+    finally:
+        tiny.model.set_attn_implementation("sdpa")
+        for handle in handles:
+            handle.remove()
+    cos, sin = seen["position_embeddings"]
+    heads = rotated[0].unflatten(-1, (-1, language_model.layers[cut].self_attn.head_dim)).transpose(1, 2)
+    keys = rotate.apply_rotary_pos_emb(heads, heads, cos, sin)[1].transpose(1, 2).flatten(2)
+    ones = rotate.apply_rotary_pos_emb(torch.ones_like(heads), heads, cos, sin)[0][:, 0]
+
+    views: list[dict[str, Any]] = []
+
+    def look(view: LayerView) -> None:
+        names = ("embeddings", "text_embeddings", "entering", "states", "text_states", "keys", "text_keys")
+        views.append({name: getattr(view, name).clone() for name in names})
+        views[-1] |= {"attention": view.attention(), "next": view.next_attention([-1, 0]), "one": view.attention([1])}
+        views[-1] |= {"norm": view.norm(view.states), "rotation": view.rotation([0, -1])}
+
+    with torch.no_grad(), Probe(budget=3, look=look)(tiny.model, tiny.processor):
+        tiny.model(**inputs)
+    assert len(views) == 2
+    for row, view in enumerate(views):
+        image = (inputs["input_ids"][row] == tiny.model.config.image_token_id).nonzero()[:, 0]
+        text = torch.arange(int(image[-1]) + 1, mask.shape[1])
+        hidden = [states[row] for states in stock.hidden_states]
+        now, following = (stock.attentions[layer][row][:, text][..., image] for layer in (cut, cut + 1))
+        expected = {
+            "embeddings": embeds[row, image],
+            "text_embeddings": embeds[row, text],
+            "entering": hidden[cut][image],
+            "states": hidden[cut + 1][image],
+            "text_states": hidden[cut + 1][text],
+            "keys": keys[row, image],
+            "text_keys": keys[row, text],
+            "attention": now,
+            "one": now[:, [1]],
+            "next": following[:, [-1, 0]],
+            "norm": language_model.norm(hidden[cut + 1][image]),
+            "rotation": ones[row, text[[0, -1]]] @ ones[row, image].T,
+        }
+        assert view.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(view[name], value, **CLOSE, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ([0, 1], "returned 2 tokens where 3 were asked for; give exactly k"),
+        ([0, 1, 1], "returned token 1 more than once"),
+        ([0, 1, 36], "returned token 36; give indices from 0 to 35"),
+        (torch.tensor([0.5, 1, 2]), "returned shape .* give token indices"),
+        (MergedTokens([0, 1, 2], [2], torch.ones(1, 32), [np.array([2])]), "returned token 2 more than once"),
+        (MergedTokens([0, 1, 2], [5], torch.ones(2, 32), [np.array([5])]), "1 anchors, 2 made tokens and 1 sources"),
+    ],
+)
+def test_wrong_choices_are_refused_by_name(result: Any, message: str) -> None:
+    tiny = build("llava", DEPTH)
+    with (
+        Probe(budget=3, result=result)(tiny.model, tiny.processor),
+        pytest.raises((ValueError, TypeError), match=rf"Probe.choose {message}|Probe.choose returned {message}"),
+    ):
+        tiny.model(**one(tiny))
+
+
+def test_made_tokens_stand_behind_those_that_stay() -> None:
+    tiny = build("llava", DEPTH)
+    inputs = one(tiny)
+    made = torch.randn(2, 32, generator=torch.Generator().manual_seed(0))
+    result = MergedTokens([30, 4, 8], [20, 10], made, [np.array([20, 21]), np.array([10, 12, 11])])
+    states: list[torch.Tensor] = []
+    with Probe(budget=3, result=result)(tiny.model, tiny.processor) as pruned:
+        layer = tiny.model.model.language_model.layers[3]
+        hook = layer.register_forward_pre_hook(lambda m, a, k: states.append(a[0]), with_kwargs=True)
+        tiny.model(**inputs)
+        hook.remove()
+    first = int((inputs["input_ids"][0] == tiny.model.config.image_token_id).nonzero()[0])
+    kept = pruned.kept_positions[0].tolist()
+    assert kept[first : first + 5] == [first + i for i in (4, 8, 30, 20, 10)]
+    assert torch.equal(states[0][0, first + 3 : first + 5], made)
+    sources = [pairs[:, 1].tolist() for pairs in pruned.last[0].reduction.sources]
+    assert sources == [[4], [8], [30], [20, 21], [10, 11, 12]]
+
+
 def test_published_settings_of_fastv() -> None:
     # Tokens that stay for averages of 192, 128 and 64 over the layers.
     for depth, full, expected in ((32, 2, (166, 98, 30)), (32, 3, (152, 82, 11)), (40, 2, (172, 104, 37))):
@@ -273,9 +435,13 @@ def test_published_settings_of_sparsevlm() -> None:
         assert method.keeps(32, 576, budget) == counts
         present, per_layer = 576, [576] * 2
         for count, layers in zip(counts, (4, 9, 17), strict=True):
-            made, centres, groups = method.recycle(torch.randn(present - count, 4), torch.rand(present - count))
-            present = count + len(made)
-            assert len(centres) == len(groups) == len(made)
+            left = method.choose(
+                GivenView(
+                    torch.randn(present, 4), torch.randn(3, 4), torch.rand(2, 3, present), torch.ones(3, present)
+                ),
+                count,
+            )
+            present = count + len(left.made)
             per_layer += [present] * layers
         # The published way of counting credits a pruning layer with what it leaves.
         assert sum(per_layer) / 32 == pytest.approx(average, abs=0.05)
@@ -288,6 +454,15 @@ def test_published_settings_of_sparsevlm() -> None:
         SparseVLM(variant="2")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="1 layers"):
         method.layers(1)
+
+
+def test_sparsevlm_plus_picks_heads_on_the_attention_that_is_divided_already() -> None:
+    # By attention alone the 18 heads lead, and token 1 with them; by attention / weights the 14 do.
+    attention = torch.tensor([[[0.0, 0.9]]] * 18 + [[[0.5, 0.0]]] * 14)
+    weights = torch.tensor([[1.0, 10.0]])
+    assert corrected(attention, weights, 14).mean((0, 1)).argmax() == 0
+    view = GivenView(torch.ones(2, 4), torch.ones(1, 4), attention, weights)
+    assert SparseVLM(variant="+").choose(view, 1).tolist() == [0]
 
 
 @given(st.integers(2, 3000), st.integers(1, 3000), st.sampled_from(["v1.5", "+"]), st.integers(2, 48))

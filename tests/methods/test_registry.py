@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import stacktok
 from stacktok.cli import main
 from stacktok.methods import Method, available, method_class
+from tests.methods.guide import DOC, code_of, package
 from tests.models.test_pruned_models import greedy
 from tests.tiny import build, picture
 
-DOC = Path(__file__).parents[2] / "docs" / "add-a-method.md"
-
-
-def code_of(document: Path, language: str) -> str:
-    """The first block of a language in a page."""
-    return document.read_text().split(f"```{language}\n", 1)[1].split("```", 1)[0]
-
-
-@pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The page's package, installed beside this one: its module and the entry point of its pyproject."""
-    (tmp_path / "loudest_tokens.py").write_text(code_of(DOC, "python"))
-    entry = code_of(DOC, "toml").split("]", 1)[1]
-    name, value = (part.strip().strip('"') for part in entry.strip().split("="))
-    metadata = tmp_path / "loudest_tokens-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: loudest-tokens\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(f"[stacktok.methods]\n{name} = {value}\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    yield name
-    sys.modules.pop("loudest_tokens", None)
+__all__ = ["package"]
 
 
 def test_an_installed_method_works_like_a_built_in_one(package: str, monkeypatch: Any, capsys: Any) -> None:
@@ -56,7 +42,45 @@ def test_an_installed_method_works_like_a_built_in_one(package: str, monkeypatch
     monkeypatch.setattr(sys, "argv", ["stacktok", "methods", "--json"])
     with pytest.raises(SystemExit):
         main()
-    assert json.loads(capsys.readouterr().out)[package]["name"] == method.facts.name
+    assert json.loads(capsys.readouterr().out)[package]["name"] == method.info.name
+
+
+@pytest.mark.parametrize("family", ["llava", "llava_next", "qwen2_5_vl"])
+def test_the_method_inside_the_language_model_does_what_it_says(family: str, tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "most_changed.py").write_text(code_of(DOC, "python", 1))
+    monkeypatch.syspath_prepend(tmp_path)
+    method = importlib.import_module("most_changed").MostChanged(budget=5)
+    sys.modules.pop("most_changed")
+    tiny = build(family, 6)
+    inputs = tiny.inputs(["Is there a dog?"], [[picture(120, 90)]])
+    with torch.no_grad():
+        states = tiny.model(**inputs, output_hidden_states=True).hidden_states
+        with method(tiny.model, tiny.processor) as pruned:
+            tiny.model(**inputs)
+    image = (inputs["input_ids"][0] == tiny.model.config.image_token_id).nonzero()[:, 0]
+    change = (states[2] - states[1])[0, image].norm(dim=1).tolist()
+    most = sorted(range(len(image)), key=lambda i: -change[i])[:5]
+    assert pruned.per_layer == (len(image),) * 2 + (5,) * 4
+    result = pruned.last[0]
+    assert sorted(result.image.offsets_of(result.reduction.anchors).tolist()) == sorted(most)
+
+
+def test_the_examples_pass_strict_type_checks(tmp_path: Path) -> None:
+    files = [tmp_path / f"example_{i}.py" for i in range(DOC.read_text().count("```python\n"))]
+    for number, file in enumerate(files):
+        file.write_text(code_of(DOC, "python", number))
+    # From the repository's root, whose cache of checked libraries it shares.
+    root = Path(stacktok.__file__).parents[2]
+    found = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", *map(str, files)],
+        cwd=root,
+        env={**os.environ, "MYPYPATH": str(root / "src")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert len(files) == 2
+    assert found.returncode == 0, found.stdout + found.stderr
 
 
 def test_an_entry_point_that_is_no_method_is_refused(package: str, tmp_path: Path) -> None:
@@ -73,11 +97,10 @@ def test_an_unknown_name_lists_the_known() -> None:
 
 @pytest.mark.parametrize("method", available().values())
 def test_every_method_says_what_a_table_needs(method: Any) -> None:
-    facts = method.facts
-    assert facts.name
-    assert facts.paper
+    info = method.info
+    assert info.name
+    assert info.paper
     assert method.stage in ("before", "inside")
-    assert (method.stage == "inside") == (facts.attention == "language model")
-    assert facts.deviations or facts.paper == "control"
+    assert info.deviations or info.paper == "control"
     page = (DOC.parent / "methods.md").read_text()
-    assert f"## {facts.name}" in page
+    assert f"## {info.name}" in page

@@ -11,25 +11,48 @@ from typing import Any
 import torch
 
 from stacktok import Crop, select, select_crops
+from tests.models.by_hand_tiles import EXTRACTORS, StockMasks, row_break
 from tests.tiny import Tiny
 
 
-def stock_inputs(tiny: Tiny, inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Embeddings (B, S, d), positions ((3,) B, S) and mask (B, S) of the unpruned prompt."""
+def language_model(tiny: Tiny) -> Any:
+    """The stock decoder stack."""
+    base = tiny.model.model
+    return base.text_model if tiny.family in ("smolvlm", "idefics3") else base.language_model
+
+
+def stock_arguments(tiny: Tiny, inputs: Any) -> dict[str, Any]:
+    """Everything that the stock language model is given for the unpruned prompt."""
     seen: dict[str, Any] = {}
 
     def record(module: Any, args: Any, kwargs: Any) -> None:
         seen.update(kwargs)
 
-    handle = tiny.model.model.language_model.register_forward_pre_hook(record, with_kwargs=True)
+    handle = language_model(tiny).register_forward_pre_hook(record, with_kwargs=True)
     with torch.no_grad():
         tiny.model(**inputs)
     handle.remove()
+    return seen
+
+
+def sequence(seen: dict[str, Any], inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Embeddings (B, S, d), positions ((3,) B, S) and mask (B, S) among what the language model is given."""
     mask = inputs["attention_mask"].bool()
-    positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
-    if tiny.family == "qwen2_5_vl":
-        positions = seen["position_ids"][-3:]
+    positions = seen.get("position_ids")
+    if positions is None or positions.ndim == 2:
+        positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
+    else:
+        positions = positions[-3:]
     return seen["inputs_embeds"], positions, mask
+
+
+def deepstack_rows(seen: dict[str, Any]) -> dict[tuple[int, int], list[torch.Tensor]]:
+    """What is added to a visual token after each of the first layers, by row and column; {} for most families."""
+    mask = seen.get("visual_pos_masks")
+    if mask is None:
+        return {}
+    places = [(row, column) for row in range(len(mask)) for column in range(mask.shape[1]) if mask[row, column]]
+    return {place: [layer[at] for layer in seen["deepstack_visual_embeds"]] for at, place in enumerate(places)}
 
 
 def query_rows(tiny: Tiny, words: str | None) -> torch.Tensor | None:
@@ -44,6 +67,8 @@ def query_rows(tiny: Tiny, words: str | None) -> torch.Tensor | None:
 @torch.no_grad()
 def crops_of(tiny: Tiny, inputs: Any) -> list[tuple[list[Crop], torch.Tensor]]:
     """Per image its crops and the rows that it fills in the unpruned input."""
+    if tiny.family in EXTRACTORS:
+        return EXTRACTORS[tiny.family](tiny, inputs)
     base = tiny.model.model
     if tiny.family == "llava":
         states = base.vision_tower(inputs["pixel_values"], output_hidden_states=True).hidden_states[-2][:, 1:]
@@ -67,8 +92,9 @@ def crops_of(tiny: Tiny, inputs: Any) -> list[tuple[list[Crop], torch.Tensor]]:
         grids = inputs[f"{modality}_grid_thw"]
         features = getattr(base, f"get_{modality}_features")(inputs[pixels], grids).pooler_output
         handle.remove()
+        # Four patches per token, or one vector where patches were merged before the projector.
         patches, merged = seen
-        means = patches.reshape(len(merged), 4, -1).mean(1)
+        means = patches.reshape(len(merged), -1, patches.shape[-1]).mean(1)
         for (frames, _, _), rows in zip(grids.tolist(), features, strict=True):
             raster = torch.stack([means[int((merged == row).all(1).nonzero()[0])] for row in rows])
             images.append(([Crop(x, z) for x, z in zip(raster.chunk(frames), rows.chunk(frames), strict=True)], rows))
@@ -80,10 +106,10 @@ def kept_rows(
 ) -> list[int]:
     """Which of an image's rows stay."""
     crops, rows = image
-    settings.setdefault("tau_query", 0.01 if tiny.family == "qwen2_5_vl" else 0.02)
+    settings.setdefault("tau_query", 0.01 if tiny.family.startswith("qwen") else 0.02)
     if len(crops) == 1:
         return select(crops[0].vision, crops[0].projected, query, budget, **settings).indices.tolist()
-    if tiny.family == "llava_next":
+    if tiny.family in ("llava_next", "llava_onevision"):
         # A token is eligible if the model itself gives it a row; newlines equal no token.
         n = len(crops[0].projected)
         parts = [rows[:n]] + [rows[n:]] * (len(crops) - 1)
@@ -92,8 +118,11 @@ def kept_rows(
             for c, part in zip(crops, parts, strict=True)
         ]
     chosen = select_crops(crops, query, budget, **settings)
+    if sum(len(crop.projected) for crop in crops) == len(rows):
+        firsts = [sum(len(crop.projected) for crop in crops[:number]) for number in range(len(crops))]
+        return [first + i for first, own in zip(firsts, chosen.indices, strict=True) for i in own.tolist()]
     # The base view fills the first rows; a tile may be its twin, so each is looked for in its own part.
-    base = len(crops[0].projected) if tiny.family == "llava_next" else 0
+    base = len(crops[0].projected) if tiny.family in ("llava_next", "llava_onevision") else 0
     found = []
     for number, (crop, indices) in enumerate(zip(crops, chosen.indices, strict=True)):
         first, last = (0, base or len(rows)) if number == 0 else (base, len(rows))
@@ -126,41 +155,65 @@ def pruned_by_hand(
 
     The first entry of a row's logits belongs to all kept columns, (L, vocabulary), the others to one new token each.
     """
-    embeds, original, mask = stock_inputs(tiny, inputs)
+    seen = stock_arguments(tiny, inputs)
+    embeds, original, mask = sequence(seen, inputs)
+    added = deepstack_rows(seen)
     images = crops_of(tiny, inputs)
-    tokens = [getattr(tiny.model.config, name, None) for name in ("image_token_id", "video_token_id")]
+    queues = _by_token(tiny, inputs, images)
     logits, columns = [], []
     for row, ids in enumerate(inputs["input_ids"].tolist()):
         query = query_rows(tiny, words[row])
         dropped: set[int] = set()
-        at = 0
-        while at < len(ids):
-            if ids[at] in tokens:
-                image = images.pop(0)
+        for token, queue in queues.items():
+            places = [column for column, own in enumerate(ids) if own == token]
+            while places:
+                image = queue.pop(0)
                 kept = kept_rows(tiny, image, query, budget, **settings)
-                dropped.update(at + i for i in range(len(image[1])) if i not in kept)
-                at += len(image[1])
-            else:
-                at += 1
+                dropped.update(places[i] for i in range(len(image[1])) if i not in kept)
+                places = places[len(image[1]) :]
+        dropped.update(column for column, own in enumerate(ids) if own == row_break(tiny))
         left = [c for c in range(len(ids)) if mask[row, c] and c not in dropped]
         columns.append(left)
         x = embeds[row, left][None]
-        if tiny.family == "qwen2_5_vl":
+        if original.ndim == 3:
             place = original[:, row, left][:, None]
         else:
             place = original[row, left][None] if positions == "kept" else torch.arange(len(left))[None]
         following = original[..., row, -1].max() + 1 if positions == "kept" or place.ndim == 3 else len(left)
         mine = []
+        masks = StockMasks(tiny, seen, row, left)
+        per_layer: list[torch.Tensor] = []
         for step in range(steps):
-            ones = torch.ones(x.shape[:2], dtype=torch.long)
-            states = tiny.model.model.language_model(
-                inputs_embeds=x, position_ids=place, attention_mask=ones, use_cache=False
+            ones: Any = torch.ones(x.shape[:2], dtype=torch.long)
+            more: dict[str, Any] = {}
+            if masks.used:
+                ones = masks.after(step)
+            if seen.get("per_layer_inputs") is not None:
+                more["per_layer_inputs"] = torch.cat([seen["per_layer_inputs"][row, left][None], *per_layer], dim=1)
+            if added:
+                visual = [(row, c) in added for c in left] + [False] * step
+                rows = [added[row, c] for c in left if (row, c) in added]
+                more["visual_pos_masks"] = torch.tensor([visual])
+                more["deepstack_visual_embeds"] = [torch.stack(layer) for layer in zip(*rows, strict=True)]
+            states = language_model(tiny)(
+                inputs_embeds=x, position_ids=place, attention_mask=ones, use_cache=False, **more
             ).last_hidden_state
             scores = tiny.model.lm_head(states)[0]
             mine.append(scores if step == 0 else scores[-1:])
             token = scores[-1].argmax()
             x = torch.cat([x, tiny.model.get_input_embeddings()(token)[None, None]], dim=1)
+            if "per_layer_inputs" in more:
+                per_layer.append(language_model(tiny).get_per_layer_inputs(token[None, None], None))
             place = torch.cat([place, torch.full((*place.shape[:-1], 1), int(following) + step)], dim=-1)
         logits.append(mine)
-    assert not images
+    assert not any(queues.values())
     return logits, columns
+
+
+def _by_token(tiny: Tiny, inputs: Any, images: list[Any]) -> dict[int, list[Any]]:
+    """The images by the placeholder that stands for them, in order."""
+    config = tiny.model.config
+    if tiny.family.startswith("glm") or "pixel_values_videos" not in inputs:
+        return {config.image_token_id: images}
+    count = len(inputs.get("image_grid_thw", []))
+    return {config.image_token_id: images[:count], config.video_token_id: images[count:]}

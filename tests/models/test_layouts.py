@@ -13,16 +13,15 @@ import pytest
 import torch
 
 from stacktok import Parameters, StackTok, select
-from stacktok.core.tokens import SEPARATOR, EncodedImage, Reduction, single_crop
-from stacktok.methods.base import FeatureMethod
-from stacktok.methods.facts import Facts
+from stacktok.core.tokens import SEPARATOR, EncodedImage, ImageLayout, Reduction, single_crop
+from stacktok.methods.base import FeatureMethod, Prepared
 from stacktok.models.base import ModelAdapter
 from stacktok.models.llava import LlavaAdapter
-from stacktok.models.llava_next import CanvasLayout
-from stacktok.runtime.compaction import Span, gather_embeddings, lay_out, padding_of
+from stacktok.models.llava_next import canvas_layout
+from stacktok.runtime.compaction import Span, compact, padding_of
 from tests.models.by_hand import crops_of, pruned_by_hand
 from tests.models.test_pruned_models import LOOSE
-from tests.tiny import build, picture
+from tests.tiny import MROPE, build, picture
 
 # Tile shapes 1x1, 1x2, 2x1, 2x2, 3x1 and 1x3, square, wide, tall, and extreme ratios.
 SIZES = [(50, 50), (112, 50), (50, 112), (110, 112), (400, 30), (30, 400), (1000, 9), (168, 56), (57, 171), (83, 71)]
@@ -42,19 +41,19 @@ def test_every_place_of_a_next_canvas_holds_the_row_of_its_token(width: int, hei
     crops, rows = crops_of(tiny, inputs)[0]
     assert image.length == len(rows)
     assert len(image.crops) == len(crops)
-    seen = set(image.separators.tolist())
+    seen = set(image.layout.separators.tolist())
     for crop, reference in zip(image.crops, crops, strict=True):
         torch.testing.assert_close(crop.projected, reference.projected, rtol=0, atol=1e-6)
         torch.testing.assert_close(crop.vision, reference.vision, rtol=0, atol=1e-6)
-        assert np.array_equal(crop.eligible, crop.places >= 0)
+        assert np.array_equal(crop.eligible, crop.layout.offsets >= 0)
         for token in np.flatnonzero(crop.eligible).tolist():
-            place = int(crop.places[token])
+            place = int(crop.layout.offsets[token])
             torch.testing.assert_close(rows[place], reference.projected[token], rtol=0, atol=1e-6)
             assert place not in seen
             seen.add(place)
     assert seen == set(range(image.length))
     newline = tiny.model.model.image_newline
-    assert all(torch.equal(rows[place], newline) for place in image.separators.tolist())
+    assert all(torch.equal(rows[place], newline) for place in image.layout.separators.tolist())
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
@@ -70,11 +69,11 @@ def test_a_next_image_of_any_shape_equals_the_computation_by_hand(width: int, he
     result = pruned.last[0]
     assert result.after == min(budget, result.image.capacity)
     # Base view first, then the canvas row by row across tiles.
-    places = result.image.places_of(result.reduction.anchors)
+    places = result.image.offsets_of(result.reduction.anchors)
     assert (np.diff(places) > 0).all()
 
 
-@pytest.mark.parametrize("family", ["llava", "llava_next", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["llava", "llava_next", *MROPE])
 def test_the_rows_of_a_reduced_image_can_be_had_without_hooks(family: str) -> None:
     tiny = build(family)
     inputs = tiny.inputs(["Is there a dog?"], [[picture(160, 100)]])
@@ -96,12 +95,12 @@ def test_the_rows_of_a_reduced_image_can_be_had_without_hooks(family: str) -> No
 
 def test_patches_wholly_inside_the_letterbox_are_not_eligible() -> None:
     # A 2:1 picture on a 2 x 2 canvas of 4-patch tiles fills rows 2 to 5 of 8.
-    layout = CanvasLayout(4, 2, 2, (100, 200))
-    rows = (layout.places >= 0).reshape(2, 2, 4, 4).any(axis=(1, 3)).reshape(-1)
+    layout = canvas_layout(4, 2, 2, (100, 200))
+    rows = np.stack([crop.eligible for crop in layout.crops[1:]]).reshape(2, 2, 4, 4).any(axis=(1, 3)).reshape(-1)
     assert rows.tolist() == [False, False, True, True, True, True, False, False]
     assert layout.length == 16 + 4 * 9
     # The published shape: five views of 24 x 24, 48 newlines.
-    assert CanvasLayout(24, 2, 2, (672, 672)).length == 5 * 576 + 48
+    assert canvas_layout(24, 2, 2, (672, 672)).length == 5 * 576 + 48
 
 
 def test_newlines_can_be_kept_on_top_of_the_budget() -> None:
@@ -117,9 +116,9 @@ def test_newlines_can_be_kept_on_top_of_the_budget() -> None:
         kept = pruned.kept_positions[0].tolist()
     image, reduction = result.image, result.reduction
     lines = {
-        int(image.crops[c].separators[t])
+        int(image.layout.crops[c].separators[t])
         for c, t in plain.reduction.anchors.tolist()
-        if image.crops[c].separators is not None
+        if image.layout.crops[c].separators is not None
     }
     assert plain.after == 9
     assert reduction.tokens == 9
@@ -127,7 +126,7 @@ def test_newlines_can_be_kept_on_top_of_the_budget() -> None:
     newlines = [token for crop, token in reduction.anchors.tolist() if crop == SEPARATOR]
     assert newlines == sorted(lines)
     first = int((inputs["input_ids"][0] == tiny.model.config.image_token_id).nonzero()[0])
-    assert sorted(set(kept) - set(dropped)) == [first + int(image.separators[line]) for line in newlines]
+    assert sorted(set(kept) - set(dropped)) == [first + int(image.layout.separators[line]) for line in newlines]
     assert kept == sorted(kept)
 
 
@@ -141,33 +140,38 @@ def test_a_fraction_counts_the_encoded_positions_of_all_crops() -> None:
     assert pruned.after == image.n // 4
 
 
-def test_qwen_grids_follow_the_images_own_resolution() -> None:
-    tiny = build("qwen2_5_vl")
+@pytest.mark.parametrize("family", MROPE)
+def test_grids_of_patches_follow_the_images_own_resolution(family: str) -> None:
+    tiny = build(family)
     inputs = tiny.inputs(["Is there a dog?"], [[picture(200, 90), picture(84, 140, 1)]])
     _, images = encoded(tiny, inputs)
     assert [image.crops[0].grid for image in images] == [
         (h // 2, w // 2) for _, h, w in inputs["image_grid_thw"].tolist()
     ]
     for image, (crops, rows) in zip(images, crops_of(tiny, inputs), strict=True):
-        assert image.tau_query == 0.01
+        assert image.tau_query == (0.01 if family.startswith("qwen") else 0.02)
         assert torch.equal(image.crops[0].projected, rows)
         torch.testing.assert_close(image.crops[0].vision, crops[0].vision)
 
 
 def test_merged_tokens_take_their_anchors_place_with_their_own_embedding() -> None:
-    class Average(FeatureMethod):
+    class PreparedAverage(Prepared):
         """Two tokens: a kept one after the mean of all others, out of raster order."""
 
-        facts = Facts("average", "none", query_aware=False, merges=True)
+        nbytes = 0
 
-        def reduce(self, image: EncodedImage, query: Any, budget: Any) -> Reduction:
-            crop = image.crops[0]
+        def reduce(self, query: Any, budget: Any) -> Reduction:
+            crop = self.image.crops[0]
             others = np.stack([np.zeros(crop.n - 1, dtype=np.int64), np.delete(np.arange(crop.n), 3)], axis=1)
             return Reduction(
                 anchors=np.array([[0, 20], [0, 3]]),
                 embeddings={0: crop.projected[others[:, 1]].mean(0)},
                 merged={0: others},
             )
+
+    class Average(FeatureMethod):
+        def prepare(self, image: EncodedImage) -> Prepared:
+            return PreparedAverage(image)
 
     tiny = build("llava")
     inputs = tiny.inputs(["Is there a dog?", "What is in the image?"], [[picture()], [picture(seed=1)]])
@@ -196,13 +200,8 @@ def test_an_adapter_from_outside_can_be_handed_over() -> None:
 
         family = "half"
 
-        def encode(self, *args: Any) -> list[EncodedImage]:
-            images = super().encode(*args)
-            mask = np.tile(np.arange(6) < 3, 6)
-            return [
-                single_crop(i.crops[0].vision, i.crops[0].projected, i.crops[0].grid, mask, tau_query=i.tau_query)
-                for i in images
-            ]
+        def layout(self, *args: Any) -> ImageLayout:
+            return super().layout(*args).with_eligible(np.tile(np.arange(6) < 3, 6))
 
     tiny = build("llava")
     assert issubclass(Half, ModelAdapter)
@@ -226,10 +225,10 @@ def test_the_adapter_of_the_page_add_a_model_works_as_printed() -> None:
 def test_adapters_of_other_packages_are_found_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     from importlib.metadata import EntryPoint
 
-    from stacktok.models import adapter_for, base, supported
+    from stacktok.models import adapter_for, registry, supported
 
-    entry = EntryPoint("llava", f"{__name__}:Elsewhere", base.GROUP)
-    monkeypatch.setattr(base, "entry_points", lambda group: [entry] if group == base.GROUP else [])
+    entry = EntryPoint("llava", f"{__name__}:Elsewhere", registry.GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [entry] if group == registry.GROUP else [])
     assert isinstance(adapter_for(build("llava").model), Elsewhere)
     assert supported()["llava"] == "elsewhere"
 
@@ -242,23 +241,22 @@ def test_rows_are_padded_on_the_asked_side() -> None:
     image = single_crop(torch.eye(4), torch.eye(4), (2, 2))
     span = Span(np.arange(1, 5), image, image.keep([np.array([1, 3])]))
     valid = np.array([[True] * 6, [True] * 5 + [False]])
-    left = lay_out(valid, [[span], [span]])
+    left, _ = compact(valid, [[span], [span]])
     assert left.origin.tolist() == [[0, 2, 4, 5], [-1, 0, 2, 4]]
-    assert lay_out(valid, [[span], [span]], pad_right=True).origin.tolist() == [[0, 2, 4, 5], [0, 2, 4, -1]]
-    rows = gather_embeddings(torch.arange(12.0).view(2, 6, 1), left)
+    assert compact(valid, [[span], [span]], pad_right=True)[0].origin.tolist() == [[0, 2, 4, 5], [0, 2, 4, -1]]
+    rows = left.gather(torch.arange(12.0).view(2, 6, 1))
     assert rows[..., 0].tolist() == [[0, 2, 4, 5], [6, 6, 8, 10]]
     assert not span.unchanged
     assert Span(np.arange(1, 5), image, image.keep([np.arange(4)])).unchanged
 
 
 def test_a_reduction_cannot_keep_what_the_model_drops() -> None:
-    layout = CanvasLayout(4, 2, 2, (100, 200))
-    crops = single_crop(torch.eye(16), torch.eye(16), (4, 4)).crops
-    lost = EncodedImage((crops[0].__class__(**{**vars(crops[0]), "places": layout.places[0]}),), layout.length)
+    layout = canvas_layout(4, 2, 2, (100, 200))
+    lost = ImageLayout(layout.crops[1:2], layout.length)
     with pytest.raises(ValueError, match="keeps token 0 of crop 0, which the model drops"):
         lost.keep([np.array([0, 15])])
     with pytest.raises(ValueError, match="names crop 3"):
-        lost.places_of(np.array([[3, 0]]))
+        lost.offsets_of(np.array([[3, 0]]))
 
 
 def test_padding_is_read_from_every_kind_of_mask_and_custom_ones_are_refused() -> None:

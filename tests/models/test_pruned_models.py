@@ -9,19 +9,20 @@ import torch
 
 from stacktok import StackTok
 from tests.models.by_hand import pruned_by_hand
-from tests.tiny import build, picture, video_inputs
+from tests.tiny import MROPE, RELATIVES, build, picture, video_inputs
+from tests.tiny_tiles import TILES, VARIANTS
 
-FAMILIES = ("llava", "llava_next", "llava_next_mistral", "qwen2_5_vl")
+FAMILIES = ("llava", "llava_next", "llava_next_mistral", *MROPE, *TILES)
 QUESTIONS = ["What is in the image?", "Is there a dog on the blue field?"]
 WORDS = {
     "llava": ["in image", "there dog on blue field"],
-    "qwen2_5_vl": ["Question: What is in the image?", "Question: Is there a dog on the blue field?"],
+    "qwen": ["Question: What is in the image?", "Question: Is there a dog on the blue field?"],
 }
 LOOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
 def words(family: str) -> list[str]:
-    return WORDS["qwen2_5_vl" if family == "qwen2_5_vl" else "llava"]
+    return WORDS["qwen" if family.startswith("qwen") else "llava"]
 
 
 def greedy(model: Any, inputs: Any, steps: int, **settings: Any) -> Any:
@@ -33,7 +34,12 @@ def greedy(model: Any, inputs: Any, steps: int, **settings: Any) -> Any:
 @pytest.mark.parametrize(
     ("family", "positions"),
     # Compact positions are refused for M-RoPE, which test_compact_positions_are_refused_for_mrope shows.
-    [(f, p) for f in FAMILIES for p in ("compact", "kept") if (f, p) != ("qwen2_5_vl", "compact")],
+    [
+        (f, p)
+        for f in (*FAMILIES, *RELATIVES, *VARIANTS)
+        for p in ("compact", "kept")
+        if p == "kept" or f not in (*MROPE, *RELATIVES)
+    ],
 )
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_generation_equals_deleting_rows_by_hand(family: str, positions: str, attention: str) -> None:
@@ -62,11 +68,12 @@ def test_generation_equals_deleting_rows_by_hand(family: str, positions: str, at
     assert [result.query for result in pruned.last] == words(family)
 
 
-@pytest.mark.parametrize("grids", [[(3, 4, 6)], [(2, 4, 4), (4, 4, 6)]])
-def test_frames_of_a_video_share_its_budget(grids: list[tuple[int, int, int]]) -> None:
-    tiny = build("qwen2_5_vl")
+@pytest.mark.parametrize("family", [*MROPE, *RELATIVES])
+@pytest.mark.parametrize("grids", [[(3, 4, 6)], [(2, 4, 4), (4, 4, 6)]], ids=["one", "two"])
+def test_frames_of_a_video_share_its_budget(family: str, grids: list[tuple[int, int, int]]) -> None:
+    tiny = build(family)
     inputs = video_inputs(tiny, QUESTIONS[0], grids)
-    expected, columns = pruned_by_hand(tiny, inputs, words("qwen2_5_vl"), 0.25, steps=4)
+    expected, columns = pruned_by_hand(tiny, inputs, words(family), 0.25, steps=4)
     with StackTok(budget=0.25)(tiny.model, tiny.processor) as pruned:
         out = greedy(tiny.model, inputs, 4)
     for step in range(4):
@@ -75,3 +82,4 @@ def test_frames_of_a_video_share_its_budget(grids: list[tuple[int, int, int]]) -
     assert [result.after for result in pruned.last] == [t * h * w // 4 // 4 for t, h, w in grids]
     assert [len(result.selection.crops) for result in pruned.last] == [t for t, _, _ in grids]
     assert pruned.kept_positions[0].tolist() == columns[0]
+    assert [result.query for result in pruned.last] == words(family)[:1] * len(grids)

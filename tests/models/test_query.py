@@ -63,7 +63,7 @@ def test_every_word_is_tokenised_as_a_word_of_its_own(make: Any) -> None:
     tokenizer = make()
     words = ["snowboard", "Question:", "image", "dog", "dog"]
     expected = [i for word in words for i in tokenizer.convert_tokens_to_ids(tokenizer.tokenize(word))]
-    assert word_ids(tokenizer, words) == expected
+    assert word_ids(tokenizer, words, keep_blanks=True) == expected
     assert tokenizer.bos_token_id not in word_ids(tokenizer, words)
     assert word_ids(tokenizer, []) == []
     # What the literature's implementations do with pre-split words gives the same rows.
@@ -78,6 +78,9 @@ def test_every_word_is_tokenised_as_a_word_of_its_own(make: Any) -> None:
         ("llava_next", Markers("USER:", "ASSISTANT:")),
         ("llava_next_mistral", Markers("[INST]", "[/INST]")),
         ("qwen2_5_vl", Markers("<|im_start|>user", "<|im_end|>")),
+        ("qwen3_vl", Markers("<|im_start|>user", "<|im_end|>")),
+        ("qwen3_5", Markers("<|im_start|>user", "<|im_end|>")),
+        ("glm4v", Markers("<|user|>", "<|assistant|>")),
     ],
 )
 def test_markers_are_read_from_the_processors_own_template(family: str, markers: Markers) -> None:
@@ -111,7 +114,7 @@ def test_markers_are_found_in_prompts_of_a_tokenizer_that_changes_the_text() -> 
     assert not any("[UNK]" in marker for pair in markers for marker in pair)
 
 
-@pytest.mark.parametrize("family", ["llava", "llava_next", "llava_next_mistral", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["llava", "llava_next", "llava_next_mistral", *tiny_models.MROPE])
 def test_the_selector_gets_the_last_user_turn_of_a_conversation(family: str) -> None:
     tiny = build(family)
     question = f"How many red cats, and is the USER happy?\n{SHORT}"
@@ -126,20 +129,22 @@ def test_the_selector_gets_the_last_user_turn_of_a_conversation(family: str) -> 
     ]
     prompt = tiny.processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     inputs = tiny.processor(images=[picture(120, 90), picture(90, 90, 1)], text=prompt, return_tensors="pt")
-    qwen = family == "qwen2_5_vl"
+    qwen = family.startswith("qwen")
     expected = " ".join(question_words(question) if qwen else ["many", "red", "cats", "USER", "happy"])
     given: list[torch.Tensor] = []
 
     class Spy(StackTok):
-        def reduce(self, image: Any, query: Any, budget: Any) -> Any:
+        def reduce_prompt(self, prepared: Any, query: Any, budget: Any) -> Any:
             given.append(query)
-            return super().reduce(image, query, budget)
+            return super().reduce_prompt(prepared, query, budget)
 
     with Spy(budget=5)(tiny.model, tiny.processor) as pruned:
         tiny.model.generate(**inputs, max_new_tokens=2)
     assert [result.query for result in pruned.last] == [expected] * 2
     tokenizer = tiny.processor.tokenizer
-    ids = [i for word in expected.split(" ") for i in tokenizer.convert_tokens_to_ids(tokenizer.tokenize(word))]
+    pieces = [piece for word in expected.split(" ") for piece in tokenizer.tokenize(word)]
+    # A lone space is no row of StackTok's.
+    ids = tokenizer.convert_tokens_to_ids([piece for piece in pieces if piece != "\u2581"])
     for rows in given:
         assert torch.equal(rows, tiny.model.get_input_embeddings().weight[ids])
 
@@ -176,3 +181,43 @@ def test_an_image_without_words_is_pruned_by_coverage() -> None:
         tiny.model(**tiny.inputs([""], [[picture()]]))
     assert pruned.last[0].selection.m == 0
     assert pruned.after == 5
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "qwen3_5", "glm4v", "glm46v"])
+def test_the_times_of_frames_are_not_the_users_words(family: str) -> None:
+    tiny = build(family)
+    question = "Is the dog there at <1.2 seconds> or 2.0 seconds?"
+    inputs = tiny_models.video_inputs(tiny, question, [(2, 4, 4), (3, 4, 4)])
+    with StackTok(budget=5)(tiny.model, tiny.processor) as pruned:
+        tiny.model.generate(**inputs, max_new_tokens=1)
+    expected = question_words(question) if family.startswith("qwen") else content_words(question)
+    assert pruned.last[0].query == " ".join(expected)
+
+
+def test_the_switch_that_turns_thinking_off_is_not_the_users_word() -> None:
+    tiny = build("glm4v")
+    content = [{"type": "image"}, {"type": "text", "text": "Is there a /nothink sign?"}]
+    for settings in ({}, {"enable_thinking": False}):
+        prompt = tiny.processor.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True, **settings
+        )
+        assert ("sign?/nothink" in prompt) == bool(settings)
+        with StackTok(budget=5)(tiny.model, tiny.processor) as pruned:
+            tiny.model(**tiny.processor(images=picture(), text=prompt, return_tensors="pt"))
+        assert pruned.last[0].query == "there nothink sign"
+
+
+@pytest.mark.parametrize(
+    ("family", "prompt"),
+    [
+        ("glm4v", "[gMASK]<sop><|user|>\n<|begin_of_image|><|image|><|end_of_image|>Is there a dog?<|assistant|>\n"),
+        ("qwen3_5", "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Is there a dog?<|im_end|>\n"),
+    ],
+)
+def test_prompts_without_a_template_of_their_own_are_understood(family: str, prompt: str) -> None:
+    tiny = build(family)
+    inputs = tiny.processor(images=picture(), text=prompt, return_tensors="pt")
+    without = type("Processor", (), {"tokenizer": tiny.processor.tokenizer, "chat_template": None})()
+    with StackTok(budget=5)(tiny.model, without) as pruned:
+        tiny.model(**inputs)
+    assert pruned.last[0].query == ("there dog" if family == "glm4v" else "Question: Is there a dog?")

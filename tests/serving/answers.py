@@ -81,14 +81,15 @@ def answers(llm: Any, tiny: Tiny, requests: Sequence[Request], tokens: int = TOK
 
     sampling = SamplingParams(temperature=0, max_tokens=tokens, logprobs=0, ignore_eos=True)
     outputs = llm.generate([request.offline(tiny) for request in requests], sampling, use_tqdm=False)
-    found = []
-    for output in outputs:
-        completion = output.outputs[0]
-        scores = tuple(
-            entry[token].logprob for entry, token in zip(completion.logprobs, completion.token_ids, strict=True)
-        )
-        found.append(Answer(tuple(completion.token_ids), scores, len(output.prompt_token_ids)))
-    return found
+    return [answer_of(output) for output in outputs]
+
+
+def answer_of(output: Any) -> Answer:
+    """The answer in what vLLM gives back for one request."""
+    completion = output.outputs[0]
+    pairs = zip(completion.logprobs, completion.token_ids, strict=True)
+    scores = tuple(entry[token].logprob for entry, token in pairs)
+    return Answer(tuple(completion.token_ids), scores, len(output.prompt_token_ids))
 
 
 def embedded_answer(tiny: Tiny, image: Any, question: str, budget: Any, tokens: int) -> str:

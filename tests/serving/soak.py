@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stacktok.bench.served import NAME, Server, data_url, messages, serving
+from benchmarks.served import NAME, Server, data_url, messages, serving
+
 from stacktok.embedded import path as embedded_path
 from stacktok.view.samples import scene_samples
 
@@ -34,7 +35,12 @@ FLAGS = (
 
 
 # oneDNN keeps the compiled products of the last 1,024 shapes, some hundred megabytes, and batches come in many shapes.
-ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "OMP_NUM_THREADS": "1",
+}
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from stacktok.serving.cache import FeatureCache
 from stacktok.serving.settings import Settings
 from stacktok.serving.worker import CountersExtension
 
@@ -12,7 +13,9 @@ class SwapExtension(CountersExtension):
     """In the worker."""
 
     def swap_method(self, entry: dict[str, Any]) -> None:
-        self.model_runner.get_model().pruner.method = Settings.read(entry).method
+        pruner, settings = self.model_runner.get_model().pruner, Settings.read(entry)
+        # Prepared state belongs to the method that prepared it.
+        pruner.method, pruner.cache = settings.method, FeatureCache(settings.cache_bytes)
 
 
 def swap(llm: Any, method: str, budget: Any) -> None:

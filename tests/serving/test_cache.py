@@ -7,8 +7,9 @@ import torch
 
 from stacktok.core.tokens import EncodedImage, single_crop
 from stacktok.methods import method_class
-from stacktok.models.llava_next import CanvasLayout, encode_tiles
+from stacktok.models.llava_next import canvas_layout
 from stacktok.serving.cache import FeatureCache, image_bytes
+from stacktok.serving.counters import Counters
 from stacktok.serving.fields import ALL, PROFILE, Asked, pack, unpack
 from stacktok.serving.pruner import Pruner, image_rows
 from stacktok.serving.settings import Settings
@@ -40,7 +41,7 @@ def test_its_size_is_bounded_whatever_is_put_in() -> None:
     for seed in range(50):
         cache.put(seed % 7, image(seed, 4 * (1 + seed % 30)))
         assert cache.bytes <= 5000
-        assert cache.bytes == sum(image_bytes(found[0]) for found in cache._images.values())
+        assert cache.bytes == sum(image_bytes(found.image) for found in cache._images.values())
     assert len(cache)
 
 
@@ -85,27 +86,53 @@ def test_two_questions_in_one_batch_encode_an_image_once() -> None:
         assert torch.equal(first.rows, second.rows)
     method = method_class("stacktok")(budget=5)
     reduction = method.reduce(image(0), table[[2]], 5)
-    assert np.array_equal(kept[2].places, image(0).places_of(reduction.anchors))
+    assert np.array_equal(kept[2].offsets, image(0).offsets_of(reduction.anchors))
     assert torch.equal(kept[3].rows, image(0).crops[0].projected)
     counted = pruner.snapshot()
     assert counted["images"] == 8
     assert counted["encoder_runs"] == 2
     assert counted["encoder_cache_hits"] == 6
+    assert counted["preparations"] == 2
     assert counted["tokens_before"] == 8 * 16
     assert counted["tokens_after"] == 2 * (3 * 5 + 16)
+
+
+def test_prepared_state_counts_towards_the_bound_and_goes_with_its_image() -> None:
+    size = image_bytes(image(0))
+    method = method_class("stacktok")(budget=5)
+    state = method.prepare(image(0)).nbytes
+    assert 16 * 16 * 4 <= state < 2 * 16 * 16 * 4
+    cache = FeatureCache(2 * size + state)
+    for name in ("a", "b"):
+        held = cache.put(name, image(0))
+        assert held is not None
+        cache.hold(name, method.prepare(held))
+    # The second image's state does not fit beside the first.
+    assert cache.get("a", HOST) is None
+    assert cache.prepared("a") is None
+    assert cache.prepared("b") is not None
+    assert cache.bytes == size + state
+    cache.put("b", image(0))
+    assert cache.prepared("b") is None
+    assert cache.bytes == size
+    small = FeatureCache(size)
+    small.put("a", image(0))
+    small.hold("a", method.prepare(image(0)))
+    assert small.prepared("a") is None
+    assert small.bytes == size
 
 
 def test_images_that_only_measure_memory_are_neither_cached_nor_counted() -> None:
     pruner = Pruner(Settings.read({"budget": 5}))
     (kept,) = pruner.embed([asked(b"a", PROFILE)], lambda indices: [image(i) for i in indices], lambda ids: ids, HOST)
     assert len(kept.rows) == 16
-    assert not any(pruner.snapshot().values())
+    assert pruner.snapshot() == Counters().snapshot()
 
 
 def test_rows_of_an_unpruned_canvas_have_their_newlines() -> None:
-    layout = CanvasLayout(2, 1, 2, (56, 112))
+    layout = canvas_layout(2, 1, 2, (56, 112))
     projected = torch.arange(3 * 4 * 2, dtype=torch.float32).reshape(3, 4, 2)
-    rows = image_rows(encode_tiles(projected, projected, layout), torch.full((2,), -1.0))
+    rows = image_rows(EncodedImage.of(layout, projected.flatten(0, 1), projected.flatten(0, 1)), torch.full((2,), -1.0))
     assert len(rows) == layout.length == 4 + 2 * 5
     assert torch.equal(rows[:4], projected[0])
     # Two tiles side by side: a canvas row is the first row of each tile, then a newline.
@@ -122,5 +149,6 @@ def test_fields_come_back_as_they_were_packed() -> None:
     assert first.key != second.key
     assert first.eligible is not None
     assert first.eligible.tolist() == [True, False]
+    assert unpack(pack([1], [], ["x"], None, 7))[0].request == 7
     assert unpack({}) == []
     assert unpack(pack([1], [], ["x"], None))[0].query.tolist() == []

@@ -8,8 +8,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
+from benchmarks.served import data_url, messages
+
+from stacktok.embedded import NAMES, PREFIX
 from stacktok.view.samples import scene_samples
-from tests.serving.answers import CATS, DOG, SQUARE, TALL, WIDE, Request, answers, expected
+from tests.serving.answers import CATS, DOG, SQUARE, TALL, TOKENS, WIDE, Request, answer_of, answers, expected
 from tests.serving.models import FAMILIES, reference
 from tests.tiny import picture
 
@@ -43,9 +46,27 @@ def test_other_processors_and_language_models(engine: Any, request: pytest.Fixtu
         assert answer.close(wanted), (one, answer, wanted)
 
 
-@pytest.mark.parametrize(
-    "engine", [pytest.param(("embedded/llava_next", 64, "stacktok", {}), id="embedded_next")], indirect=True
-)
+shipped = [pytest.param((f"{PREFIX}{name}", 64, "stacktok", {}), id=f"embedded_{name}") for name in NAMES]
+
+
+@pytest.mark.parametrize("engine", shipped, indirect=True)
+def test_chat_completions_are_those_of_transformers(engine: Any, request: pytest.FixtureRequest) -> None:
+    """For every family whose chat template ships: vLLM renders it, and adds no special tokens of its own."""
+    from vllm import SamplingParams
+
+    tiny = reference(request.node.callspec.params["engine"][0])
+    sampling = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=0, ignore_eos=True)
+    for sample in scene_samples(2):
+        for question, budget in zip(sample.questions, (64, 16, None), strict=False):
+            own = {"stacktok": {"budget": budget}}
+            turns = messages(question, data_url(sample.picture))
+            (output,) = engine.chat(turns, sampling, mm_processor_kwargs=own, use_tqdm=False)
+            wanted = expected(tiny, Request(question, (sample.picture,), budget=budget), 64)
+            assert output.prompt_token_ids.count(tiny.processor.tokenizer.bos_token_id) == 1
+            assert answer_of(output).close(wanted), (question, budget)
+
+
+@pytest.mark.parametrize("engine", shipped[1:], indirect=True)
 def test_the_embedded_model_with_tiles(engine: Any) -> None:
     tiny = reference("embedded/llava_next")
     asked = [

@@ -16,11 +16,14 @@ class Engine:
     def __init__(self) -> None:
         self.stuck = False
 
-    async def collective_rpc(self, name: str) -> list[dict[str, float]]:
+    async def collective_rpc(self, name: str) -> list[Any]:
         assert name == "stacktok_counters"
         if self.stuck:
             await asyncio.Event().wait()
-        return [Counters(images=3, tokens_before=30, tokens_after=12).snapshot()] * 2
+        counters = Counters(images=3, tokens_before=30, tokens_after=12)
+        for share in (0.1, 0.4, 7.0):
+            counters.image_kept_share.observe(share)
+        return [counters.snapshot()] * 2
 
 
 async def application(scope: Any, receive: Any, send: Any) -> None:
@@ -72,3 +75,23 @@ def test_engines_add_up() -> None:
     text = exposition([{"images": 2}, {"images": 5, "encoder_cache_bytes": 7}])
     assert "stacktok_images_total 7\n" in text
     assert "# TYPE stacktok_encoder_cache_bytes gauge\nstacktok_encoder_cache_bytes 7\n" in text
+
+
+def test_histograms_count_all_values_up_to_a_bound() -> None:
+    body = answer(CountersMiddleware(application), Engine(), "/metrics")[1]
+    assert "# TYPE stacktok_image_kept_share histogram\n" in body
+    assert 'stacktok_image_kept_share_bucket{le="0.05"} 0\n' in body
+    assert 'stacktok_image_kept_share_bucket{le="0.1"} 1\n' in body
+    assert 'stacktok_image_kept_share_bucket{le="0.5"} 2\n' in body
+    assert 'stacktok_image_kept_share_bucket{le="1.0"} 2\n' in body
+    assert 'stacktok_image_kept_share_bucket{le="+Inf"} 3\n' in body
+    assert "stacktok_image_kept_share_sum 7.5\nstacktok_image_kept_share_count 3\n" in body
+
+
+def test_histograms_of_engines_add_up() -> None:
+    counters = [Counters(), Counters()]
+    counters[0].image_selection_seconds.observe(0.004)
+    counters[1].image_selection_seconds.observe(0.0015)
+    text = exposition([one.snapshot() for one in counters])
+    assert 'stacktok_image_selection_seconds_bucket{le="0.002"} 1\n' in text
+    assert "stacktok_image_selection_seconds_count 2\n" in text

@@ -73,7 +73,19 @@ def test_a_request_may_ask_for_another_budget_and_query() -> None:
     assert Wish.read({"query": None}, 64) == Wish(64, None, from_prompt=False)
 
 
-@pytest.mark.parametrize("entry", [{"budget": 0}, {"budget": True}, {"query": 3}, {"colour": 1}, [], "64"])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"budget": 0},
+        {"budget": True},
+        {"budget": "1e30000000%"},
+        {"query": 3},
+        {"query": "x" * 20_001},
+        {"colour": 1},
+        [],
+        "64",
+    ],
+)
 def test_wrong_wishes_are_refused(entry: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
         Wish.read(entry, 64)
@@ -99,7 +111,8 @@ def test_flags_pass_through_and_ours_are_added() -> None:
     assert "--trust-request-mm-kwargs" in flags
     trusting = server_arguments("folder", "llava", settings, {}, ["--trust-request-mm-kwargs"])
     assert "own_arguments_only" not in trusting[trusting.index("--hf-overrides") + 1]
-    assert "stacktok.serving.metrics.CountersMiddleware" in flags
+    for name in ("metrics.CountersMiddleware", "health.ReadinessMiddleware", "requests.RequestMiddleware"):
+        assert flags[flags.index(f"stacktok.serving.{name}") - 1] == "--middleware"
     assert json.loads(flags[flags.index("--limit-mm-per-prompt") + 1]) == {"image": 16}
     with pytest.raises(ValueError, match="--hf-overrides"):
         server_arguments("folder", "llava", settings, {}, ["--hf-overrides={}"])

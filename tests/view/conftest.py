@@ -14,7 +14,6 @@ from playwright.sync_api import Browser, sync_playwright
 from stacktok import embedded
 from stacktok.cli.common import load
 from stacktok.view.engine import Engine
-from stacktok.view.pictures import Limits
 from stacktok.view.samples import scene_samples
 from stacktok.view.server import create_app
 from tests import tiny
@@ -81,11 +80,12 @@ def api(engine: Engine) -> Iterator[Api]:
 
 
 @contextmanager
-def served(engine: Engine) -> Iterator[str]:
+def served(engine: Engine, **settings: Any) -> Iterator[str]:
     """A real server on a free port."""
     import uvicorn
 
-    server = uvicorn.Server(uvicorn.Config(create_app(engine), host="127.0.0.1", port=0, log_level="warning"))
+    app = create_app(engine, **settings)
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
     started = threading.Event()
     startup = server.startup
 
@@ -114,4 +114,4 @@ def browser() -> Iterator[Browser]:
         found.close()
 
 
-__all__ = ["Api", "Limits", "api_of", "served"]
+__all__ = ["Api", "api_of", "served"]

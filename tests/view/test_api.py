@@ -18,12 +18,12 @@ import torch
 from PIL import Image
 
 from stacktok import StackTok, prepare
-from stacktok.core.coverage import coverage_sum
+from stacktok.core.reference import coverage_sum
 from stacktok.figures.kept import MERGED
 from stacktok.methods.registry import BUILT_IN
-from stacktok.view.engine import Engine
+from stacktok.models.pictures import PictureError, read_picture
+from stacktok.view.engine import UPLOADS, Engine
 from stacktok.view.jobs import Job, Superseded
-from stacktok.view.pictures import Limits, Refused, decode
 from tests import tiny
 from tests.view.conftest import Api, api_of
 
@@ -131,7 +131,8 @@ def test_every_method_on_offer_keeps_what_its_own_run_keeps(which: str, request:
     question, budget = question_of(engine), 24 if which == "engine" else 9
     with api_of(engine) as api:
         names = api.get("/api/info").json()["methods"]
-        assert set(BUILT_IN) < set(names)
+        # The page shows pictures, not videos.
+        assert set(BUILT_IN) - {"evs", "vidcom2"} < set(names)
         for name in names:
             result, text = run_of_the_library(engine, question, replace(engine.methods[name], budget=budget))
             state = {"image": "scene-0", "question": question, "method": name, "budget": budget}
@@ -337,17 +338,105 @@ def test_a_bomb_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch)
         raise AssertionError("the picture was decoded")
 
     monkeypatch.setattr(Image.Image, "load", refuse)
-    with pytest.raises(Refused, match="megapixels"):
-        decode(data, Limits())
+    with pytest.raises(PictureError, match="megapixels"):
+        read_picture(data, UPLOADS)
 
 
-def test_transparent_pictures_lie_on_white_and_rotated_ones_stand_upright() -> None:
-    assert decode(file_of(Image.new("RGBA", (4, 4), (0, 0, 0, 0))), Limits()).getpixel((0, 0)) == (255, 255, 255)
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    buffer = io.BytesIO()
-    Image.new("RGB", (8, 4)).save(buffer, "JPEG", exif=exif)
-    assert decode(buffer.getvalue(), Limits()).size == (4, 8)
+def test_a_strip_is_refused_before_it_is_scaled_up(api: Api, grids: Engine) -> None:
+    """102 bytes that a processor would make 336 x 2,016,000 pixels of."""
+    answer = api.upload(file_of(Image.new("1", (1, 6000))))
+    assert answer.status_code == 422
+    assert "1 x 6000 pixels, one side more than 50 times the other" in answer.json()["detail"]
+    # Wide, but within bounds.
+    assert api.upload(file_of(Image.new("RGB", (400, 10)))).status_code == 200
+
+
+def test_a_picture_of_too_many_tokens_is_refused_before_it_is_encoded(grids: Engine) -> None:
+    few = Engine(grids.model, grids.processor, name="few", limits=replace(UPLOADS, tokens=10))
+
+    def refuse(*args: Any) -> Any:
+        raise AssertionError("the picture was encoded")
+
+    few._features = refuse  # type: ignore[method-assign]
+    with api_of(few) as api:
+        answer = api.upload(file_of(tiny.picture(230, 120)))
+    assert answer.status_code == 413
+    assert "32 visual tokens; give a smaller one, of at most 10 tokens" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("which", ["engine", "tiles", "grids"])
+@pytest.mark.parametrize("marker", ["<image>", "<|image_pad|>", "<video>"])
+def test_markers_in_a_question_are_text(which: str, marker: str, request: pytest.FixtureRequest) -> None:
+    engine: Engine = request.getfixturevalue(which)
+    state = {"image": "scene-0", "question": f"is {marker} {marker} red?", "method": "stacktok"}
+    with api_of(engine, deadline=100) as api:
+        walk = api.post("/api/walk", **state)
+        assert walk.status_code == 200
+        assert walk.json()["question"] == state["question"]
+        answer = api.post("/api/answer", budget=9, **state)
+        assert (answer.status_code, answer.json()["tokens"]) == (200, 9)
+        program = api.post("/api/export", form="python", budget=9, **state).text
+    if which == "engine":
+        assert said_by(program)[0] == answer.json()["answer"]
+
+
+def test_a_request_that_takes_too_long_is_answered_and_stopped(engine: Engine) -> None:
+    stopped = threading.Event()
+
+    class Slow(Engine):
+        def answer(self, name: str, question: str, method: str | None, budget: int | None, job: Job) -> dict[str, Any]:
+            while not job.cancelled:
+                stopped.wait(0.005)
+            stopped.set()
+            raise StopIteration
+
+    slow = Slow(engine.model, engine.processor, name="slow", samples=tuple(engine.samples.values()))
+    with api_of(slow, deadline=0.2) as api:
+        answer = api.post("/api/answer/full", image="scene-0", question="")
+        assert answer.status_code == 504
+        assert "worked on this for 0.2 s" in answer.json()["detail"]
+        assert "--deadline" in answer.json()["detail"]
+        assert stopped.wait(30)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        (b'{"question": "' + b"x" * 70_000 + b'"}', 413, "64000 bytes"),
+        (b"[" * 30_000 + b"]" * 30_000, 422, "nests more than 16 deep"),
+        (b'{"question": ' + b"[" * 900 + b"]" * 900 + b"}", 422, "nests more than 16 deep"),
+        (b'{"budget": ' + b"9" * 10_000 + b"}", 422, "not JSON"),
+        (b"\xff\xfe", 422, "decode"),
+        (b'{"image": "scene-0", "method": "stacktok"}', 422, "question: Field required"),
+        (b'{"image": "scene-0", "method": "m", "question": "' + b"q" * 1001 + b'"}', 422, "question: String should"),
+    ],
+    ids=["long", "deep", "deep-value", "digits", "bytes", "missing", "long-question"],
+)
+def test_bodies_are_bounded(api: Api, body: bytes, status: int, says: str) -> None:
+    headers = {**api.headers(), "Content-Type": "application/json"}
+    answer = api.client.post("/api/walk", content=body, headers=headers)
+    assert (answer.status_code, says in answer.json()["detail"]) == (status, True), answer.text
+    assert len(answer.text) < 500
+
+
+def test_an_upload_that_is_broken_off_leaves_no_traceback(engine: Engine) -> None:
+    import asyncio
+
+    from stacktok.view.server import create_app
+
+    app, sent = create_app(engine), []
+    headers = [(b"host", b"127.0.0.1"), (b"x-page", b"p"), (b"x-serial", b"1")]
+    scope = {"type": "http", "method": "POST", "path": "/api/images", "headers": headers, "query_string": b""}
+    messages = [{"type": "http.request", "body": b"begin", "more_body": True}, {"type": "http.disconnect"}]
+
+    async def receive() -> Any:
+        return messages.pop(0) if messages else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    # An error that leaves the application is what the server logs with a traceback.
+    asyncio.run(app(scope, receive, send))
 
 
 def test_foreign_names_and_pages_without_their_header_are_turned_away(api: Api) -> None:

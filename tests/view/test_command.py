@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -46,3 +48,48 @@ def test_errors_are_one_clear_line() -> None:
     assert done.stderr.startswith("stacktok: ")
     assert "no/such/model" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_busy_port_is_named_before_the_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [*COMMAND, "--port", str(port), "--model", "no/such/model"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert f"port {port} of 127.0.0.1 cannot be used" in done.stderr
+    assert "another --port" in done.stderr
+
+
+STUCK = """
+import socket, threading
+from types import SimpleNamespace
+from stacktok.view.server import create_app, serve
+
+def answer(*args):
+    print("busy", flush=True)
+    threading.Event().wait()
+
+engine = SimpleNamespace(answer=answer)
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+serve(create_app(engine), listener)
+"""
+
+
+def test_ctrl_c_ends_the_server_while_the_model_is_stuck() -> None:
+    server = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        body = b'{"image": "a", "question": ""}'
+        lines = ["POST /api/answer/full HTTP/1.1", "Host: 127.0.0.1", "X-Page: p", "X-Serial: 1"]
+        lines += ["Content-Type: application/json", f"Content-Length: {len(body)}", "", ""]
+        head = "\r\n".join(lines)
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(head.encode() + body)
+            assert server.stdout.readline() == "busy\n"
+            server.send_signal(signal.SIGINT)
+            server.wait(60)
+    finally:
+        server.kill()
+        server.wait(30)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 
 import pytest
 
-from stacktok.view.jobs import Busy, Job, Jobs, Superseded
+from stacktok.view.jobs import Busy, Job, Jobs, Late, Superseded
 
 
 @pytest.fixture
@@ -90,3 +91,55 @@ def test_closing_drops_what_waits() -> None:
             future.result(30)  # type: ignore[attr-defined]
     with pytest.raises(Busy):
         jobs.submit("a", 1, lambda job: None)
+
+
+@pytest.mark.parametrize("error", [StopIteration, KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_errors_that_a_waiting_coroutine_cannot_take_become_ones_that_it_can(
+    jobs: Jobs, error: type[BaseException]
+) -> None:
+    def wrong(job: Job) -> None:
+        raise error
+
+    async def ask() -> None:
+        await asyncio.wait_for(asyncio.wrap_future(jobs.submit("a", 0, wrong)), 30)
+
+    with pytest.raises(RuntimeError, match=error.__name__):
+        asyncio.run(ask())
+    assert jobs.submit("a", 0, lambda job: 7).result(30) == 7
+
+
+def test_a_job_that_is_not_done_in_time_ends_and_so_does_one_behind_it() -> None:
+    jobs = Jobs(deadline=0.1)
+    go = threading.Event()
+    running = jobs.submit("a", 0, lambda job: go.wait(30))
+    waiting = jobs.submit("b", 0, lambda job: None)
+    with pytest.raises(Late, match=r"worked on this for 0\.1 s"):
+        running.result(30)
+    with pytest.raises(Late, match=r"busy with other requests for 0\.1 s"):
+        waiting.result(30)
+    go.set()
+    jobs.close()
+
+
+def test_closing_does_not_wait_for_a_job_that_never_stops() -> None:
+    jobs = Jobs()
+    go = threading.Event()
+    started = threading.Event()
+
+    def stuck(job: Job) -> None:
+        started.set()
+        go.wait(60)
+
+    running = jobs.submit("a", 0, stuck)
+    assert started.wait(30)
+    jobs.close(patience=0.05)
+    with pytest.raises(Superseded):
+        running.result(0)
+    go.set()
+
+
+def test_an_answer_that_nobody_waits_for_any_more_does_not_end_the_worker(jobs: Jobs) -> None:
+    blocker, running = hold(jobs)
+    assert running.cancel()  # type: ignore[attr-defined]
+    blocker.go.set()
+    assert jobs.submit("a", 0, lambda job: 7).result(30) == 7

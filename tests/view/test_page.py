@@ -418,6 +418,45 @@ def test_bad_files_are_refused_and_the_page_goes_on(
     assert page.locator("#message").is_hidden()
 
 
+def test_a_marker_in_the_question_is_answered_as_text(inspector: Inspector) -> None:
+    page = inspector.page
+    page.fill("#question", "is <image> red?")
+    page.keyboard.press("Enter")
+    inspector.settled(q="is <image> red?")
+    assert page.locator("#message").is_hidden()
+    assert page.locator("#answers .answer").count() == 2
+
+
+def test_the_page_says_what_it_waits_for_and_shows_no_old_answer(inspector: Inspector, engine: Engine) -> None:
+    page = inspector.page
+    held: list[Route] = []
+    page.route("**/api/walk", lambda route: held.append(route))
+    page.fill("#question", "a new question")
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => document.getElementById('status').textContent.includes('Selecting')")
+    assert page.locator("#answers .answer").count() == 0
+    page.wait_for_function("() => /stacktok… [1-9]/.test(document.getElementById('status').textContent)")
+    detail = "The model has worked on this for 120 s without an answer."
+    held[0].fulfill(status=504, json={"detail": detail})
+    page.wait_for_selector("#message:not([hidden])")
+    assert page.locator("#message").inner_text() == detail
+    assert page.locator("#status").inner_text() == ""
+    assert page.locator("#answers .waiting").all_inner_texts() == ["–", "–"]
+    page.unroute("**/api/walk")
+    page.keyboard.press("Enter")
+    inspector.settled(q="a new question")
+    assert page.locator("#message").is_hidden()
+
+
+def test_a_lost_server_is_named(inspector: Inspector) -> None:
+    page = inspector.page
+    page.route("**/api/**", lambda route: route.abort())
+    page.fill("#question", "anybody there?")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#message:not([hidden])")
+    assert "The server does not answer" in page.locator("#message").inner_text()
+
+
 LAYOUT = """() => {
   const problems = [];
   const box = (e) => e.getBoundingClientRect();

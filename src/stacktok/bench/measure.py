@@ -21,7 +21,7 @@ import torch
 from stacktok.bench.flops import Work, work_of
 from stacktok.core.budget import Budget
 from stacktok.methods.base import Method
-from stacktok.models.base import adapter_for
+from stacktok.models.registry import adapter_for
 
 STAGES = ("vision", "selection", "prefill", "decode", "total", "stock_prefill")
 
@@ -147,33 +147,17 @@ class Report:
             indent=1,
         )
 
-    def plot(self, path: Path) -> None:
-        """Stacked stages per budget, as a picture (needs matplotlib)."""
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-
+    def stages(self) -> dict[str, dict[str, float]]:
+        """Seconds to the first token by row and stage: vision, selection, prefill."""
         several = len({m.method for m in self.measurements[1:]}) > 1
         names = [
             "full" if m.budget is None else f"{m.method}\n{m.budget}" if several else str(m.budget)
             for m in self.measurements
         ]
-        figure, axes = plt.subplots(figsize=(1.6 + 1.1 * len(names), 3.4), layout="constrained")
-        below = [0.0] * len(names)
-        for stage, colour in (("vision", "#888888"), ("selection", "#e8762c"), ("prefill", "#1f8a8a")):
-            heights = [float(getattr(m, stage)) for m in self.measurements]
-            axes.bar(names, heights, bottom=below, label=stage, color=colour)
-            below = [a + b for a, b in zip(below, heights, strict=True)]
-        for x, top in enumerate(below):
-            axes.annotate(f"{below[0] / top:.2f}x", (x, top), ha="center", va="bottom", fontsize=8)
-        axes.set_ylim(0, 1.12 * max(below))
-        axes.set_xlabel("tokens kept per image")
-        axes.set_ylabel("seconds to the first token")
-        axes.set_title(self.model, fontsize=10)
-        axes.legend(frameon=False, fontsize=8)
-        figure.savefig(path, dpi=150)
-        plt.close(figure)
+        return {
+            name: {stage: float(getattr(m, stage)) for stage in ("vision", "selection", "prefill")}
+            for name, m in zip(names, self.measurements, strict=True)
+        }
 
 
 def show(name: str, value: Any) -> str:
@@ -212,9 +196,9 @@ def run(
     new_tokens
         Tokens to generate, at least 2.
     repeats
-        Repeats after one warm-up.
+        Repeats after one warm-up. Ctrl+C after the first ends the run with those that are whole.
     progress
-        Told what is being measured.
+        Called with what is being measured.
     leave_out
         Leave out a method that refuses the model or the budget, and say why in the report.
     """
@@ -224,18 +208,27 @@ def run(
         raise ValueError(f"repeats={repeats} measures nothing; give at least 1")
     probes = [_Probe(model, processor, inputs, method, new_tokens) for method in (None, *methods)]
     refused: dict[str, str] = {}
-    for repeat in range(-1, repeats):
-        for probe in list(probes):
-            if progress is not None:
-                step = "warm-up" if repeat < 0 else f"repeat {repeat + 1} of {repeats}"
-                progress(f"{step}: {probe.label}")
-            try:
-                probe.measure(keep=repeat >= 0)
-            except ValueError as error:
-                if probe.method is None or not leave_out:
-                    raise
-                refused[probe.label] = str(error)
-                probes.remove(probe)
+    finished = 0
+    try:
+        for repeat in range(-1, repeats):
+            for probe in list(probes):
+                if progress is not None:
+                    step = "warm-up" if repeat < 0 else f"repeat {repeat + 1} of {repeats}"
+                    progress(f"{step}: {probe.label}")
+                try:
+                    probe.measure(keep=repeat >= 0)
+                except ValueError as error:
+                    if probe.method is None or not leave_out:
+                        raise
+                    refused[probe.label] = str(error)
+                    probes.remove(probe)
+            finished = repeat + 1
+    except KeyboardInterrupt:
+        # Whole repeats are a measurement; less is none.
+        if not finished:
+            raise
+    for probe in probes:
+        probe.times = {stage: values[:finished] for stage, values in probe.times.items()}
     parameter = next(model.parameters())
     settings = {
         "dtype": str(parameter.dtype).removeprefix("torch."),
@@ -243,7 +236,7 @@ def run(
         "attention": model.config._attn_implementation,
         "threads": torch.get_num_threads(),
         "new tokens": new_tokens,
-        "repeats": repeats,
+        "repeats": finished,
     }
     return Report(name, settings, [probe.result() for probe in probes], refused)
 
@@ -266,7 +259,7 @@ class _Probe:
     @property
     def label(self) -> str:
         """What the row is called."""
-        return "full tokens" if self.method is None else f"{self.method.facts.name}, budget {self.method.budget}"
+        return "full tokens" if self.method is None else f"{self.method.info.name}, budget {self.method.budget}"
 
     def measure(self, *, keep: bool) -> None:
         """Run once; ``keep`` the times."""
@@ -364,7 +357,7 @@ class _Probe:
             peak_bytes=self.peak,
             work=work_of(self.model, self.adapter, self.inputs, lengths, self.new_tokens),
             repeats=self.times,
-            method="" if self.method is None else self.method.facts.name,
+            method="" if self.method is None else self.method.info.name,
             average=self.average,
             stage="before" if self.method is None else self.method.stage,
             **medians,

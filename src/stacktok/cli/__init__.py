@@ -10,8 +10,8 @@ def main() -> None:
     try:
         from stacktok.cli.app import app
     except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich"):
+        if error.name != "typer":
             raise
         print("the command line needs typer and rich: pip install 'stacktok[cli]'", file=sys.stderr)
         raise SystemExit(2) from None
-    app()
+    app(prog_name="stacktok")

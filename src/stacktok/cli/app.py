@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+from stacktok import __version__
 from stacktok.cli.ask import ask
 from stacktok.cli.bench import bench
 from stacktok.cli.demo import demo
@@ -16,8 +19,9 @@ from stacktok.cli.view import view
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    # Plain help: rich would load a Markdown parser for it, half of the time that a usage error takes.
+    rich_markup_mode=None,
     help="Training-free visual-token pruning for vision-language models.",
 )
 app.command()(demo)
@@ -32,6 +36,16 @@ app.command("eval")(evaluate)
 app.command()(report)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"stacktok {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
-    """Keep one-command applications from losing their command's name."""
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass

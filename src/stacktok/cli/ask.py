@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from stacktok.cli.common import MODEL_HELP, load, model_path, open_image, stderr, user_errors
+from stacktok.cli.common import (
+    MODEL_HELP,
+    SET_HELP,
+    check_dtype,
+    load,
+    model_path,
+    open_image,
+    parse_settings,
+    stderr,
+    stdout,
+    user_errors,
+)
 from stacktok.core.budget import parse_budget
-from stacktok.models.prompt import prompt_inputs
 
 
 def ask(
@@ -22,7 +30,8 @@ def ask(
     question: Annotated[str, typer.Option(help="What to ask.")],
     model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
     method: Annotated[str, typer.Option(help="How to prune; see `methods`.")] = "stacktok",
-    budget: Annotated[str, typer.Option(help="Tokens to keep: 64, 0.2 or 20%.")] = "64",
+    budget: Annotated[str | None, typer.Option(help="Tokens to keep: 64, 0.2 or 20%; 64 if not given.")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help=SET_HELP)] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Also answer with all tokens.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
     dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
@@ -31,23 +40,27 @@ def ask(
 ) -> None:
     """Ask one question about one picture with pruned tokens."""
     with user_errors():
-        from stacktok.methods import method_class
-
-        tokens = parse_budget(budget)
-        chosen = method_class(method)(budget=tokens)
+        tokens = parse_budget(budget or "64")
+        own, name = parse_settings(settings), model_path(model)
+        check_dtype(dtype)
         picture = open_image(image)
-        name = model_path(model)
+
+        from stacktok.methods.settings import KEPT, build_methods
+        from stacktok.models.prompt import prompt_inputs
+
+        (plain,) = build_methods([method], own, KEPT if budget is None else None).values()
+        chosen = replace(plain, budget=tokens)
         loaded, processor = load(name, dtype, device, quiet=as_json)
         inputs = prompt_inputs(processor, picture, question, loaded)
         console = stderr()
         with console.status("answering") if not as_json else console.capture():
-            result = answer(loaded, processor, inputs, chosen, max_new_tokens, compare=compare)
-    result = {"model": name, "question": question, "method": chosen.facts.name, "budget": tokens, **result}
+            result = answer(loaded, processor, inputs, chosen, max_new_tokens, question=question, compare=compare)
+    result = {"model": name, "question": question, "method": chosen.info.name, "budget": tokens, **result}
     print(json.dumps(result)) if as_json else _show(result)
 
 
 def answer(
-    model: Any, processor: Any, inputs: Any, method: Any, max_new_tokens: int, *, compare: bool
+    model: Any, processor: Any, inputs: Any, method: Any, max_new_tokens: int, *, question: str, compare: bool
 ) -> dict[str, Any]:
     """The answer with a method, and with all tokens if they are to be compared; each timed once after a warm-up."""
 
@@ -57,6 +70,7 @@ def answer(
         return text.strip()
 
     with method(model, processor) as pruned:
+        pruned.query = question
         # The first selection of a process loads the compiled kernels.
         generate(1)
         begin = time.perf_counter()
@@ -82,7 +96,10 @@ def answer(
 
 
 def _show(result: dict[str, Any]) -> None:
-    console = Console()
+    from rich.table import Table
+    from rich.text import Text
+
+    console = stdout()
     console.print(result["answer"], style="bold", markup=False, highlight=False)
     table = Table("", "tokens", "seconds", "answer")
     table.add_row("pruned", str(result["tokens_after"]), f"{result['seconds']:.3f}", Text(result["answer"]))

@@ -2,22 +2,72 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from stacktok.cli.common import load, open_image, parse_dtype, stderr, user_errors
+from stacktok import embedded
+from stacktok.cli.common import (
+    SET_HELP,
+    check_device,
+    check_dtype,
+    check_folder,
+    load,
+    open_image,
+    parse_dtype,
+    parse_settings,
+    stderr,
+    stdout,
+    user_errors,
+)
 from stacktok.core.budget import parse_budget
-from stacktok.models.prompt import prompt_inputs
+
+if TYPE_CHECKING:
+    from stacktok.bench import Report
+
+TABLES = {
+    "Seconds (medians; decode: per token)": (
+        "tokens",
+        "vision s",
+        "selection s",
+        "prefill s",
+        "decode s/token",
+        "total s",
+    ),
+    "Against full tokens": ("prefill speed-up", "ideal", "total speed-up", "ideal total"),
+    "Tokens per layer, memory, prefill of the stock model's, selection's share": (
+        "layer average",
+        "cache MB",
+        "peak MB",
+        "prefill / stock",
+        "selection share",
+    ),
+}
+"""Columns of `Report.rows` by table: each fits 80 columns."""
+
+SHORT = {
+    "vision s": "vision",
+    "selection s": "select",
+    "prefill s": "prefill",
+    "decode s/token": "decode",
+    "total s": "total",
+    "prefill speed-up": "prefill",
+    "total speed-up": "total",
+    "layer average": "per layer",
+    "prefill / stock": "of stock",
+    "selection share": "selection",
+}
 
 
 def bench(
-    model: Annotated[str, typer.Argument(help="Folder, hub name, or a shape such as llava-1.5-1b (see `models`).")],
+    model: Annotated[
+        str, typer.Argument(help="Folder, hub name, embedded/llava, or a shape such as llava-1.5-1b (see `models`).")
+    ],
     methods: Annotated[str, typer.Option(help="Names separated by commas (see `methods`), or all.")] = "stacktok",
     budget: Annotated[list[str] | None, typer.Option(help="Repeat for several; the paper's if not given.")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help=SET_HELP)] = None,
     image: Annotated[Path | None, typer.Option(help="Picture file, for a real model.")] = None,
     question: Annotated[str | None, typer.Option(help="What to ask, for a real model.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Repeats; figures are medians.")] = 3,
@@ -29,51 +79,72 @@ def bench(
 ) -> None:
     """Measure vision, selection, prefill, decoding, cache and memory."""
     with user_errors():
+        budgets = [parse_budget(text) for text in budget or []]
+        own, folder = parse_settings(settings), embedded.resolve(model)
+        check_dtype(dtype)
+        if out is not None:
+            check_folder(out)
+            # Needed for the picture after all is measured; without it the time would be spent in vain.
+            import matplotlib  # noqa: F401
+        picture = None if image is None else open_image(image)
+        check_device(device)
+
         from stacktok.bench import run
         from stacktok.bench.presets import PRESETS, QUESTION
-        from stacktok.methods import available, method_class
+        from stacktok.methods.settings import build_methods
+        from stacktok.models.prompt import prompt_inputs
 
         everything = methods.strip().lower() == "all"
-        chosen = list(available().values()) if everything else [method_class(n.strip()) for n in methods.split(",")]
-        budgets = [parse_budget(text) for text in budget or []]
+        names = None if everything else [name.strip() for name in methods.split(",")]
+        chosen = build_methods(names, own)
         if model in PRESETS:
             loaded, processor, inputs = _shape(model, dtype, device)
             budgets = budgets or list(PRESETS[model].budgets)
         else:
-            picture = open_image(image) if image is not None else _checkers()
-            loaded, processor = load(model, dtype, device, quiet=as_json)
-            inputs = prompt_inputs(processor, picture, question or QUESTION, loaded)
+            loaded, processor = load(folder, dtype, device, quiet=as_json)
+            inputs = prompt_inputs(processor, picture or _checkers(), question or QUESTION, loaded)
             budgets = budgets or _published(loaded.config.model_type)
-        console = stderr()
-        with console.status("measuring") as status:
+        with stderr().status("measuring") as status:
             report = run(
                 loaded,
                 processor,
                 inputs,
-                [method(budget=entry) for method in chosen for entry in budgets],
+                [replace(method, budget=entry) for method in chosen.values() for entry in budgets],
                 name=model,
                 repeats=repeats,
                 new_tokens=new_tokens,
                 progress=None if as_json else lambda text: status.update(text),
                 leave_out=everything,
             )
+        # Printed first: what was measured is there whatever becomes of the files.
+        print(report.to_json()) if as_json else _print(report)
         if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
-            (out / "bench.md").write_text(report.markdown())
+            from stacktok.figures.bench import bench_figure
+            from stacktok.figures.files import save
+
             (out / "bench.json").write_text(report.to_json())
-            report.plot(out / "bench.png")
-    if as_json:
-        print(report.to_json())
-        return
-    rows = report.rows()
-    table = Table(*rows[0], title=model)
+            (out / "bench.md").write_text(report.markdown())
+            save(bench_figure(report.model, report.stages()), out / "bench.png", dpi=150)
+
+
+def _print(report: Report) -> None:
+    from rich.table import Table
+
     from stacktok.bench.measure import show
 
-    for row in rows:
-        table.add_row(*(show(name, value) for name, value in row.items()))
-    Console(width=None if Console().is_terminal else 240).print(table)
+    console = stdout()
+    console.print(f"{report.model}: " + ", ".join(f"{k} {v}" for k, v in report.settings.items()), highlight=False)
+    for title, columns in TABLES.items():
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+        table.add_column("method", no_wrap=True)
+        for name in ("budget", *(SHORT.get(column, column) for column in columns)):
+            table.add_column(name, justify="right", no_wrap=True)
+        for row in report.rows():
+            table.add_row(row["method"], row["budget"], *(show(column, row[column]) for column in columns))
+        console.print(f"\n{title}", highlight=False)
+        console.print(table)
     for name, reason in report.refused.items():
-        Console().print(f"{name}: {reason}", markup=False, highlight=False)
+        console.print(f"{name}: {reason}", markup=False, highlight=False)
 
 
 def _shape(name: str, dtype: str, device: str) -> tuple[Any, Any, Any]:

@@ -1,24 +1,30 @@
-"""What commands share: errors in one line, arguments read once, models loaded with progress."""
+"""Shared by the commands: errors in one line, arguments read once, outputs checked first, models loaded.
+
+Nothing here or in a command's module imports torch before the command runs: help and usage errors answer at once.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rich.console import Console
-
 from stacktok import embedded
 
 if TYPE_CHECKING:
     import torch
+    from rich.console import Console
 
 DEFAULT_MODEL = "embedded/llava"
 MODEL_HELP = "Folder, hub name, or embedded/llava_next; embedded/llava if not given."
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+SET_HELP = "A parameter of the method, as name=value; with several methods also method.name=value. Repeat for more."
+NARROW = 80
+"""Columns that every table fits."""
 
 
 def fail(message: str) -> NoReturn:
@@ -35,7 +41,8 @@ def user_errors() -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         extra = {"transformers": "models", "PIL": "models", "accelerate": "models", "matplotlib": "figures"}
-        extra |= {"fastapi": "view", "uvicorn": "view", "starlette": "view"}
+        extra |= {"fastapi": "view", "uvicorn": "view", "starlette": "view", "rich": "cli"}
+        extra |= {"yaml": "eval", "pydantic": "eval", "pyarrow": "eval"}
         name = (error.name or "").split(".")[0]
         if name in extra:
             fail(f"this command needs {name}: pip install 'stacktok[{extra[name]}]'")
@@ -47,24 +54,64 @@ def user_errors() -> Iterator[None]:
 
 
 def open_image(path: Path) -> Any:
-    """The picture in a file, decoded."""
-    from PIL import Image, UnidentifiedImageError
-
+    """The picture in a file, in RGB."""
     if not path.is_file():
         raise ValueError(f"image {path} does not exist; give a picture file")
+
+    from stacktok.models.pictures import PictureError, read_picture
+
     try:
-        with Image.open(path) as image:
-            return image.convert("RGB")
-    except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
+        return read_picture(path)
+    except (PictureError, OSError) as error:
         raise ValueError(f"image {path} cannot be read: {error}") from None
+
+
+def parse_settings(texts: Sequence[str] | None) -> dict[str, Any]:
+    """Parameters of methods as typed: ``name=value``, where the value is JSON or else a text."""
+    from stacktok.core.limits import parse_json, shown
+
+    settings: dict[str, Any] = {}
+    for text in texts or ():
+        name, equals, value = text.partition("=")
+        if not (equals and name.strip()):
+            raise ValueError(f"set {shown(text)} is not name=value; give for example counting=kept")
+        words = {"none": None, "true": True, "false": False}
+        try:
+            found: Any = words[value.strip().lower()] if value.strip().lower() in words else parse_json("set", value)
+        except ValueError:
+            found = value.strip()
+        settings[name.strip()] = found
+    return settings
+
+
+def check_dtype(name: str) -> None:
+    """Refuse an unknown type of weights."""
+    if name not in DTYPES:
+        raise ValueError(f"dtype {name!r} is not known; use one of {', '.join(DTYPES)}")
+
+
+def check_folder(folder: Path) -> None:
+    """Make a folder for outputs, and see that files can be written there, before anything is computed."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"folder {folder} cannot be written ({error.strerror or error}); give another --out") from None
+
+
+def check_file(path: Path) -> None:
+    """See that a file can be written, before anything is computed."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; give a file as --out")
+    check_folder(path.parent)
 
 
 def parse_dtype(name: str) -> torch.dtype | str:
     """A type of weights by name; "auto" is what the checkpoint says."""
     import torch
 
-    if name not in DTYPES:
-        raise ValueError(f"dtype {name!r} is not known; use one of {', '.join(DTYPES)}")
+    check_dtype(name)
     return "auto" if name == "auto" else torch.float32 if name == "float32" else getattr(torch, name)
 
 
@@ -85,48 +132,41 @@ def load(name: str, dtype: str, device: str, *, quiet: bool) -> tuple[Any, Any]:
     quiet
         Show no progress.
     """
-    import torch
+    where, kind = check_device(device), parse_dtype(dtype)
 
-    from stacktok.models.base import supported
-    from stacktok.models.processor import load_processor
+    from stacktok.models.loading import load_model
 
     # The library's own annotations cover a part of what is called here.
-    transformers: Any = import_module("transformers")
     logging: Any = import_module("transformers.utils.logging")
+    logging.set_verbosity_error()
+    if quiet:
+        logging.disable_progress_bar()
+    model, processor = load_model(name, kind)
+    return model.to(where), processor
+
+
+def check_device(device: str) -> torch.device:
+    """A device that works here."""
+    import torch
 
     try:
         where = torch.device(device)
         torch.empty(0, device=where)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from None
-    kind = parse_dtype(dtype)
-    logging.set_verbosity_error()
-    if quiet:
-        logging.disable_progress_bar()
-    if not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise ValueError(f"model folder {name} does not exist")
-    try:
-        config = transformers.AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        if Path(name).exists():
-            raise ValueError(f"{name} holds no model that transformers can read: {_first_line(error)}") from None
-        raise ValueError(f"model {name!r} is neither a folder here nor to be had from the hub") from None
-    known = supported()
-    if config.model_type not in known:
-        raise ValueError(f"model type {config.model_type!r} is not supported; supported are {', '.join(known)}")
-    try:
-        processor = load_processor(name, config.model_type)
-        model = transformers.AutoModelForImageTextToText.from_pretrained(name, dtype=kind)
-    except (OSError, ValueError, ImportError) as error:
-        raise ValueError(f"{name} cannot be loaded: {_first_line(error)}") from None
-    processor.tokenizer.padding_side = "left"
-    return model.to(where).eval(), processor
+    return where
+
+
+def stdout() -> Console:
+    """Where tables go: as wide as the terminal, and 80 columns in a pipe."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=NARROW)
 
 
 def stderr() -> Console:
     """Where progress goes, so that standard output holds results alone."""
+    from rich.console import Console
+
     return Console(stderr=True)
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

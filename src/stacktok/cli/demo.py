@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from stacktok.cli.common import load, model_path, user_errors
-from stacktok.models.prompt import prompt_inputs
+from stacktok.cli.common import MODEL_HELP, check_file, load, model_path, stdout, user_errors
 
 if TYPE_CHECKING:
     from stacktok.scenes import Question
@@ -23,29 +20,41 @@ LOCAL, HOLISTIC = "reading", "background"
 
 def demo(
     scene: Annotated[int, typer.Option(min=0, help="Which scene of the test split.")] = 6,
+    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
     out: Annotated[Path, typer.Option(help="Where to write the picture.")] = Path("stacktok-demo.png"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Ask the embedded model a local and a holistic question with 576, 64 and 16 tokens, and draw what was kept."""
     with user_errors():
-        from stacktok.scenes import make_scene, questions, render, seed_for
+        name = model_path(model)
+        if out.suffix not in (".png", ".svg"):
+            raise ValueError(f"out {out} ends in {out.suffix!r}; give a file that ends in .png or .svg")
+        check_file(out)
 
-        shown = make_scene(seed_for("test", scene))
+        from stacktok.figures.files import save
+        from stacktok.scenes import DETAIL, STANDARD, make_scene, questions, render, seed_for
+
+        # The model with tiles was trained on scenes of smaller things.
+        shown = make_scene(seed_for("test", scene), DETAIL if model == "embedded/llava_next" else STANDARD)
         picture = render(shown)
         asked = {question.family: question for question in questions(shown)}
         for family in (LOCAL, HOLISTIC):
             if family not in asked:
                 raise ValueError(f"scene {scene} has no {family} question; choose another --scene")
-        model, processor = load(model_path(None), "float32", "cpu", quiet=True)
-        runs = [run(model, processor, picture, asked[family]) for family in (LOCAL, HOLISTIC)]
-        draw(picture, runs, out)
+        loaded, processor = load(name, "float32", "cpu", quiet=True)
+        runs = [run(loaded, processor, picture, asked[family]) for family in (LOCAL, HOLISTIC)]
+        save(draw(processor, picture, runs), out, dpi=110)
     results = [
-        {name: value for name, value in answer.items() if name != "pruned"} for answers in runs for answer in answers
+        {key: value for key, value in answer.items() if key not in ("pruned", "pixels")}
+        for answers in runs
+        for answer in answers
     ]
     if as_json:
         print(json.dumps({"picture": str(out), "answers": results}))
         return
-    console = Console()
+    from rich.table import Table
+
+    console = stdout()
     table = Table("question", "truth", "tokens", "answer", "ms", "of which selection")
     for answer in results:
         table.add_row(
@@ -63,6 +72,7 @@ def demo(
 def run(model: Any, processor: Any, picture: Any, question: Question) -> list[dict[str, Any]]:
     """One question with every budget; each timed after a warm-up."""
     from stacktok import StackTok
+    from stacktok.models.prompt import prompt_inputs
 
     inputs = prompt_inputs(processor, picture, question.text, model)
 
@@ -87,40 +97,32 @@ def run(model: Any, processor: Any, picture: Any, question: Question) -> list[di
                 "seconds": seconds,
                 "selection_seconds": pruned.seconds if budget else None,
                 "pruned": pruned,
+                "pixels": inputs["pixel_values"],
             }
         )
     return answers
 
 
-def draw(picture: Any, runs: list[list[dict[str, Any]]], out: Path) -> None:
-    """A row per question, a column per budget."""
+def draw(processor: Any, picture: Any, runs: list[list[dict[str, Any]]]) -> Any:
+    """The figure of all answers."""
     import numpy as np
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
 
-    from stacktok.figures.kept import COVERAGE, OTHER, RELEVANCE, criteria_of, draw_kept
+    from stacktok.figures.demo import Shown, demo_figure
+    from stacktok.figures.image import panel_data, tile_layout
+    from stacktok.figures.seen import seen_pictures
 
-    pixels = np.asarray(picture)
-    figure = Figure(figsize=(9.6, 7.0), layout="constrained")
-    grid = figure.subplots(len(runs), len(BUDGETS), squeeze=False)
-    for row, answers in enumerate(runs):
-        for column, answer in enumerate(answers):
-            axes = grid[row][column]
-            if column:
-                (result,) = answer["pruned"].last
-                crop = result.image.crops[0]
-                draw_kept(axes, pixels, crop.grid, result.selection.indices, criteria_of(result.selection))
-            else:
-                axes.imshow(pixels)
-                axes.set_xticks([])
-                axes.set_yticks([])
-                axes.set_ylabel(answer["question"], fontsize=11)
-            axes.set_title(f"{answer['tokens']} tokens: {answer['answer']}", fontsize=11)
-    marks = [
-        Line2D([], [], marker="o", ls="", color=RELEVANCE, label="picked by relevance to the question"),
-        Line2D([], [], marker="^", ls="", color=COVERAGE, label="picked to cover the image"),
-    ]
-    if any(answer["pruned"].last and answer["pruned"].last[0].selection.swaps for one in runs for answer in one[1:]):
-        marks.append(Line2D([], [], marker="s", ls="", color=OTHER, label="swapped in"))
-    figure.legend(handles=marks, loc="outside lower center", ncols=3, frameon=False)
-    figure.savefig(out, dpi=110)
+    crops, rows = 1, []
+    for answers in runs:
+        row = []
+        for answer in answers:
+            title, last = f"{answer['tokens']} tokens: {answer['answer']}", answer["pruned"].last
+            if not last:
+                row.append(Shown(title, [np.asarray(picture)], []))
+                continue
+            (result,) = last
+            seen = seen_pictures(picture, result.image, answer["pixels"], processor.image_processor)
+            crops = len(result.image.crops)
+            row.append(Shown(title, [np.asarray(view) for view in seen], panel_data(result.image, result.reduction)))
+        rows.append(row)
+    tiles = tile_layout(processor, (picture.height, picture.width), crops)
+    return demo_figure([answers[0]["question"] for answers in runs], rows, tiles)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from stacktok.cli.common import stderr, user_errors
+from stacktok.cli.common import check_file, stderr, user_errors
 
 
 def evaluate(
@@ -15,7 +15,7 @@ def evaluate(
     out: Annotated[Path, typer.Option(help="Folder under which the plan's folder is made.")] = Path("results"),
     engine: Annotated[str | None, typer.Option(help="lmms-eval, or loop for the scenes without it.")] = None,
     limit: Annotated[int | None, typer.Option(help="Items per task.")] = None,
-    scenes: Annotated[int | None, typer.Option(help="Scenes that scenes/ tasks ask about.")] = None,
+    scenes: Annotated[int | None, typer.Option(help="Scenes that tasks on scenes ask about.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; the GPU if there is one.")] = None,
     processes: Annotated[int, typer.Option(help="Data-parallel processes inside a cell (torchrun).")] = 1,
     ray: Annotated[str | None, typer.Option(help="Address of a Ray cluster over which cells are spread.")] = None,
@@ -61,25 +61,38 @@ def report(
     ] = None,
     no_paper: Annotated[bool, typer.Option("--no-paper", help="Leave the published numbers out.")] = False,
     out: Annotated[Path | None, typer.Option(help="File to write; standard output if not given.")] = None,
+    into: Annotated[
+        list[Path] | None, typer.Option(help="Document whose marked tables are made again, in place of a report.")
+    ] = None,
 ) -> None:
     """Print the paper's tables from results, with intervals and paired tests."""
     with user_errors():
+        if form not in ("markdown", "latex", "html"):
+            raise ValueError(f"format {form!r} is not known; use one of markdown, latex, html")
+        if out is not None:
+            check_file(out)
+
         from stacktok.evaluation.cells import find_results
         from stacktok.evaluation.formats import WRITERS
         from stacktok.evaluation.report import build_report
         from stacktok.evaluation.tables import read_study
 
-        if form not in WRITERS:
-            raise ValueError(f"format {form!r} is not known; use one of {', '.join(WRITERS)}")
         shown = [found for folder in results for found in find_results(folder)]
         judges = [] if dev is None else find_results(dev)
         for found in judges:
             if any(found.folder.samefile(own.folder) for own in shown):
                 raise ValueError(f"dev {found.folder} is among the results; give results on other items")
         studies, others = ([read_study(found) for found in group] for group in (shown, judges))
+        if into:
+            from stacktok.evaluation.pages import fill
+
+            # All are made before any is written.
+            filled = {path: fill(path.read_text(encoding="utf-8"), studies) for path in into}
+            for path, text in filled.items():
+                path.write_text(text, encoding="utf-8")
+            return
         text = WRITERS[form][1](build_report(studies, baseline, paper=not no_paper, dev=others))
         if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(text, encoding="utf-8")
     if out is None:
         print(text, end="")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from stacktok.cli.common import user_errors
+from stacktok.cli.common import stdout, user_errors
+
+if TYPE_CHECKING:
+    from stacktok.methods import Method
 
 
 def methods(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
@@ -18,23 +19,36 @@ def methods(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
     with user_errors():
         from stacktok.methods import available
 
-        found = available()
+        found = {name: described(method) for name, method in available().items()}
     if as_json:
-        print(json.dumps({name: {"stage": method.stage, **asdict(method.facts)} for name, method in found.items()}))
+        print(json.dumps(found))
         return
-    table = Table(
-        "--method", "name", "stage", "needs attention?", "query-aware?", "paper", "deviations from the original"
-    )
-    for name, method in found.items():
-        facts = method.facts
-        table.add_row(
-            name,
-            facts.name,
-            f"{method.stage} the language model",
-            f"of the {facts.attention}" if facts.attention else "no",
-            "yes" if facts.query_aware else "no",
-            facts.paper,
-            "\n".join(f"- {deviation}" for deviation in facts.deviations) or "-",
-            end_section=True,
-        )
-    Console(width=None if Console().is_terminal else 200).print(table)
+
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("--method", "name", "stage", "attention of", "question", "paper", box=None, padding=(0, 2, 0, 0))
+    for name, info in found.items():
+        asked = "yes" if info["query_aware"] else "no"
+        table.add_row(name, info["name"], info["stage"], info["attention"] or "-", asked, info["paper"])
+    console = stdout()
+    console.print(table)
+    console.print("\nstage: before or inside the language model; question: whether it has a say\n", highlight=False)
+    for info in found.values():
+        if info["deviations"]:
+            console.print(f"{info['name']}, against the original:", highlight=False)
+            for deviation in info["deviations"]:
+                console.print(Padding(Text(f"- {deviation}"), (0, 0, 0, 2)))
+
+
+def described(method: type[Method]) -> dict[str, Any]:
+    """A row of the table: what the method needs, and its `MethodInfo`; attention is empty for none."""
+    attention = "language model" if method.stage == "inside" else "vision tower" if method.reads_tower else ""
+    return {
+        "stage": method.stage,
+        "query_aware": method.query_aware,
+        "attention": attention,
+        "merges": method.merges,
+        **asdict(method.info),
+    }

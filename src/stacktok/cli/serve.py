@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+import sys
 from importlib.util import find_spec
 from typing import Annotated, Any
 
@@ -25,12 +25,15 @@ def serve(
     host: Annotated[str, typer.Option(help="Where to listen; this machine alone by default.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Where to listen.")] = 8000,
     hf_overrides: Annotated[str, typer.Option(help="vLLM's --hf-overrides, as JSON; ours are added.")] = "{}",
+    allow_media_domain: Annotated[
+        list[str] | None,
+        typer.Option(help="A host from which pictures may be fetched, again for more; without, data URLs alone."),
+    ] = None,
+    log_json: Annotated[bool, typer.Option("--log-json", help="Logs as JSON, an object per line.")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Start the server again when it ends by itself.")] = False,
 ) -> None:
     """Serve a model with vLLM and pruned image tokens; all other flags go to vLLM as they are."""
     with user_errors():
-        from stacktok.serving.launch import serve as run
-        from stacktok.serving.launch import server_arguments
-
         settings: dict[str, Any] = {
             "budget": None if budget == "all" else parse_budget(budget),
             "method": method,
@@ -39,23 +42,33 @@ def serve(
         }
         if find_spec("vllm") is None:
             raise ValueError("this command needs vLLM: pip install 'stacktok[vllm]' (on a CPU: docs/serving.md)")
+
+        from stacktok.models.loading import read_config
+        from stacktok.serving import launch
+        from stacktok.serving.supervise import supervise
+
+        launch.check_address(host, port)
         # Without a model the first flag that is not ours stands in its place.
         passed = [model, *context.args] if model is not None and model.startswith("-") else context.args
         name = model_path(None if model is None or model.startswith("-") else model)
-        transformers: Any = import_module("transformers")
-        model_type = transformers.AutoConfig.from_pretrained(name).model_type
+        model_type = read_config(name).model_type
         extra = ["--host", host, "--port", str(port), *passed]
-        flags = server_arguments(name, model_type, settings, _json("hf-overrides", hf_overrides), extra)
-    run(flags)
+        overrides = _json("hf-overrides", hf_overrides)
+        flags = launch.server_arguments(
+            name, model_type, settings, overrides, extra, domains=allow_media_domain or (), log_json=log_json
+        )
+    if restart:
+        again = [argument for argument in sys.argv[1:] if argument != "--restart"]
+        raise typer.Exit(supervise([sys.executable, "-c", "from stacktok.cli import main; main()", *again]))
+    if not log_json:
+        typer.echo(launch.summary(name, settings, host, port, passed))
+    launch.serve(flags)
 
 
 def _json(name: str, text: str) -> dict[str, Any]:
-    import json
+    from stacktok.core.limits import parse_json, shown
 
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{name} is not JSON: {error}") from None
+    found = parse_json(name, text)
     if not isinstance(found, dict):
-        raise ValueError(f"{name} is {text!r}; give an object such as '{{}}'")
+        raise ValueError(f"{name} is {shown(text)}; give an object such as '{{}}'")
     return found

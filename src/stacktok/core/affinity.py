@@ -10,30 +10,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from stacktok.core.inputs import Array, as_matrix, check_same_device
 from stacktok.core.parameters import Parameters
+from stacktok.kernels import Matrix
 
-if TYPE_CHECKING:
-    from stacktok.kernels.question import Tokens
-
-Affinity = NDArray[np.floating]
+Affinity = Matrix
 """A non-negative matrix on its grid, in host memory, C order, float32 or float64."""
+
+QueryAffinity = Affinity
+"""A^qv, (m, n); m may be 0."""
 
 Copies = tuple[torch.Tensor, torch.Tensor]
 """Tokens that equal an earlier one, and which."""
 
 # Elements handled at a time: a block of float32 stays in a core's second-level cache, and no temporary is larger.
 _BLOCK = 1 << 19
-# Bytes of half a large page, and from which on numpy asks for large pages.
-_HALF_A_PAGE, _LARGE = 1 << 20, 1 << 22
+# Bytes of half a huge page, and from which on numpy asks for huge pages.
+_HALF_A_PAGE, _HUGE = 1 << 20, 1 << 22
+# Bytes at multiples of which matrices begin: a library may round products differently at other addresses.
+_ALIGNMENT = 64
 # Elements of half-precision features that are cast up at a time.
 _CAST = 1 << 23
 
@@ -63,11 +64,10 @@ def vision_affinity(vision: torch.Tensor, tau: float, norm_epsilon: float, norms
     n = len(vision)
     unit = vision.to(norms.dtype) / _floored(norms, norm_epsilon)[:, None]
     if unit.device.type == "cpu":
-        result = torch.from_numpy(empty_matrix(n, np.dtype(np.float64 if unit.dtype == torch.float64 else np.float32)))
+        result = torch.from_numpy(_empty_matrix(n, np.dtype(np.float64 if unit.dtype == torch.float64 else np.float32)))
     else:
         result = torch.empty((n, n), dtype=unit.dtype, device=unit.device)
-    with _full_precision(vision):
-        torch.mm(unit, unit.T, out=result)
+    _multiply(unit, unit, result)
     tie(result, copies(vision, norms))
     bits = grid_bits(n)
     for rows in _row_blocks(n, n):
@@ -75,118 +75,58 @@ def vision_affinity(vision: torch.Tensor, tau: float, norm_epsilon: float, norms
     return _on_host(result)
 
 
-@dataclass(frozen=True, eq=False)
-class Embeddings:
+class Embeddings(NamedTuple):
     """Post-projector embeddings of an image, and what every question needs of them.
 
     Attributes
     ----------
     rows
-        The embeddings, (n, d), contiguous.
+        The embeddings, (n, d), contiguous and aligned.
     lengths
         Their norms, not below the floor, (n,).
     equal
         Copies among them.
-    tokens
-        The same as compiled code takes them, if it does: in host memory, in float32 or half precision.
     """
 
     rows: torch.Tensor
     lengths: torch.Tensor
     equal: Copies | None
-    tokens: Tokens | None
 
     @classmethod
     def of(cls, rows: torch.Tensor, norm_epsilon: float, name: str) -> Embeddings:
         """Of features with finite norms; ``name`` is what error messages call them."""
         norms = row_norms(rows, name)
-        if rows.element_size() < 2:
-            rows = rows.to(norms.dtype)
-        equal, rows, lengths = copies(rows, norms), rows.contiguous(), _floored(norms, norm_epsilon)
-        if rows.device.type != "cpu" or rows.dtype == torch.float64:
-            return cls(rows, lengths, equal, None)
-        from stacktok.kernels.question import Tokens
-
-        return cls(rows, lengths, equal, Tokens.of(rows, lengths))
+        equal, rows = copies(rows, norms), rows.contiguous()
+        if rows.data_ptr() % _ALIGNMENT:
+            rows = rows.clone()
+        return cls(rows, _floored(norms, norm_epsilon), equal)
 
 
-class QuerySide(NamedTuple):
-    """What a question brings to an image or a crop.
-
-    Attributes
-    ----------
-    affinity
-        A^qv, (m, n); m may be 0.
-    entropies
-        H_i of its rows, Eq. (beta), (m,).
-    """
-
-    affinity: Affinity
-    entropies: NDArray[np.float64]
-
-    @classmethod
-    def empty(cls, n: int) -> QuerySide:
-        """Of no question at all, m = 0."""
-        return cls(np.zeros((0, n), dtype=np.float32), np.zeros(0))
-
-    @classmethod
-    def of(cls, affinity: Affinity, entropy_floor: float) -> QuerySide:
-        """Of a matrix on its grid."""
-        from stacktok.kernels.question import row_entropies
-
-        return cls(affinity, row_entropies(affinity, entropy_floor))
-
-
-def query_sides(query: torch.Tensor, images: Sequence[Embeddings], parameters: Parameters) -> list[QuerySide]:
-    """A^qv of Eq. (affinity), and the entropies of its rows, of one question for several images or crops.
+def query_affinities(query: torch.Tensor, images: Sequence[Embeddings], parameters: Parameters) -> list[QueryAffinity]:
+    """A^qv of Eq. (affinity), (m, n), of one question for several images or crops.
 
     Parameters
     ----------
     query
         Embeddings of the query's tokens, (m, d); m may be 0.
     images
-        The images' side.
+        The images' embeddings.
     parameters
-        Temperature tau_t, and the floors of norms and entropies.
+        Temperature tau_t and the floor of the norms.
     """
-    if not query.shape[0]:
-        return [QuerySide.empty(image.rows.shape[0]) for image in images]
-    tokens = [image.tokens for image in images if image.tokens is not None]
-    if query.dtype != torch.float64 and len(tokens) == len(images):
-        from stacktok.kernels.question import query_affinities
-
-        rows = query.float().contiguous()
-        found, bad = query_affinities(
-            rows.numpy(),
-            tokens,
-            parameters.tau_query,
-            grid_bits(query.shape[0]),
-            parameters.norm_epsilon,
-            parameters.entropy_floor,
-        )
-        if bad >= 0:
-            raise _no_norm(rows, bad, "query")
-        return [_tied(QuerySide(*side), image.equal, parameters) for side, image in zip(found, images, strict=True)]
+    if not len(query):
+        return [np.zeros((0, len(image.rows)), dtype=np.float32) for image in images]
     norms = _floored(row_norms(query, "query"), parameters.norm_epsilon)
     unit = query.to(norms.dtype) / norms[:, None]
-    affinities = (_query_affinity(unit, image, parameters.tau_query) for image in images)
-    return [QuerySide.of(affinity, parameters.entropy_floor) for affinity in affinities]
+    return [_query_affinity(unit, image, parameters.tau_query) for image in images]
 
 
-def _tied(side: QuerySide, equal: Copies | None, parameters: Parameters) -> QuerySide:
-    """`tie` for a question: products do not depend on a token's place, but a compiler may do the rest in two ways."""
-    if equal is None:
-        return side
-    tie(torch.from_numpy(side.affinity), equal)
-    return QuerySide.of(side.affinity, parameters.entropy_floor)
-
-
-def _query_affinity(unit: torch.Tensor, image: Embeddings, tau: float) -> Affinity:
-    """A^qv by torch, on an accelerator or in float64; ``unit`` has rows of length one, (m, d)."""
+def _query_affinity(unit: torch.Tensor, image: Embeddings, tau: float) -> QueryAffinity:
+    """A^qv of query rows of length one, (m, d)."""
     unit = unit.to(torch.promote_types(unit.dtype, image.lengths.dtype))
-    with _full_precision(unit):
-        blocks = _row_blocks(len(image.rows), image.rows.shape[1], _CAST)
-        cosines = torch.cat([unit @ image.rows[block].to(unit.dtype).T for block in blocks], dim=1)
+    cosines = unit.new_empty((len(unit), len(image.rows)))
+    for block in _row_blocks(len(image.rows), image.rows.shape[1], _CAST):
+        cosines[:, block] = _multiply(unit, image.rows[block].to(unit.dtype))
     cosines /= image.lengths
     tie(cosines, image.equal)
     _softmax_on_grid(cosines, tau, grid_bits(len(cosines)))
@@ -284,7 +224,7 @@ def affinities(
     x, z, q = check_features(vision, projected, query)
     a_vv = vision_affinity(x, tau_vision, norm_epsilon, row_norms(x, "vision"))
     embeddings = Embeddings.of(z, norm_epsilon, "projected")
-    return query_sides(q, [embeddings], parameters)[0].affinity, a_vv
+    return query_affinities(q, [embeddings], parameters)[0], a_vv
 
 
 def check_features(
@@ -370,22 +310,26 @@ def _working_type(features: torch.Tensor) -> torch.dtype:
     return torch.float64 if features.dtype == torch.float64 else torch.float32
 
 
-def empty_matrix(n: int, dtype: np.dtype[np.floating]) -> Affinity:
-    """Room for an (n, n) matrix in host memory, in large pages if it fills half of one or more.
+def _empty_matrix(n: int, dtype: np.dtype[np.floating]) -> Affinity:
+    """An aligned (n, n) matrix in host memory, in huge pages if it fills half of one or more.
 
-    A walk jumps from row to row, and would spend much of its time on looking up small pages. Numpy asks the system for
-    large ones, but only for arrays of 4 MiB and more: a smaller matrix is the beginning of one.
+    A greedy run jumps from row to row, and would spend much of its time on looking up small pages. Numpy asks the
+    system for huge ones, but only for arrays of 4 MiB and more: a smaller matrix is the beginning of one.
     """
-    entries = n * n
-    if entries * dtype.itemsize >= _HALF_A_PAGE:
-        entries = max(entries, _LARGE // dtype.itemsize)
-    matrix: Affinity = np.empty(entries, dtype=dtype)[: n * n].reshape(n, n)
+    size = n * n * dtype.itemsize
+    memory = np.empty((max(size, _HUGE) if size >= _HALF_A_PAGE else size) + _ALIGNMENT, dtype=np.uint8)
+    first = -memory.ctypes.data % _ALIGNMENT
+    matrix: Affinity = memory[first : first + size].view(dtype).reshape(n, n)
     return matrix
 
 
-def _full_precision(features: torch.Tensor) -> torch.autocast:
-    """Keep a surrounding autocast from computing affinities in half precision."""
-    return torch.autocast(features.device.type, enabled=False)
+def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Products of all rows of two matrices, (p, d) and (n, d), in their own precision whatever autocast says."""
+    # The first product of a Python thread otherwise runs on another number of threads than all later ones, and rounds
+    # differently: asking for the number settles it.
+    torch.get_num_threads()
+    with torch.autocast(left.device.type, enabled=False):
+        return torch.mm(left, right.T, out=out)
 
 
 def _floored(norms: torch.Tensor, norm_epsilon: float) -> torch.Tensor:
@@ -401,7 +345,8 @@ def _fits_float32(affinity: torch.Tensor) -> bool:
 
 
 def _row_blocks(rows: int, columns: int, elements: int = _BLOCK) -> list[slice]:
-    step = max(1, elements // max(1, columns))
+    # Multiples of 16 rows, so that aligned matrices have aligned blocks.
+    step = max(16, elements // max(1, columns) // 16 * 16)
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 

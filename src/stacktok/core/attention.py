@@ -35,19 +35,24 @@ def row_attention(
     return logits.softmax(-1)
 
 
-def received_attention(query: torch.Tensor, key: torch.Tensor, scaling: float) -> torch.Tensor:
+def received_attention(
+    query: torch.Tensor, key: torch.Tensor, scaling: float, allowed: torch.Tensor | None = None
+) -> torch.Tensor:
     """Attention that every token receives from all, mean over heads and summed over queries, (S,).
 
     Parameters
     ----------
     query, key
-        (H, S, d) and (H_kv, S, d), of tokens that all see one another.
+        (H, Q, d) and (H_kv, S, d).
     scaling
         Factor of the logits.
+    allowed
+        Keys that each query may see, (Q, S); None for all.
     """
     heads, count, _ = query.shape
     step = max(1, _BLOCK // max(1, heads * key.shape[1]))
     total = torch.zeros(key.shape[1], dtype=torch.float32, device=key.device)
     for start in range(0, count, step):
-        total += row_attention(query[:, start : start + step], key, scaling).mean(0).sum(0)
+        seen = None if allowed is None else allowed[start : start + step]
+        total += row_attention(query[:, start : start + step], key, scaling, seen).mean(0).sum(0)
     return total

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from stacktok.core.budget import Budget, budget_share
-from stacktok.core.inputs import Array, Eligible
+from stacktok.core.inputs import Array, Eligible, check_list
 from stacktok.core.parameters import Parameters, Settings
 from stacktok.core.record import Selection
-from stacktok.core.selection import PreparedImage, finish
-from stacktok.core.trajectory import Trajectory
+from stacktok.core.selection import PreparedImage
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -31,8 +30,8 @@ def select_batch(
 ) -> list[Selection]:
     """Select on many images; the results are those of `select` on each, detached.
 
-    Affinities are built image by image, each on all cores; meanwhile the greedy walks of the images already built run
-    beside each other, since a walk is sequential.
+    Affinities are built image by image, each on all cores; meanwhile the greedy runs of the images already built go on
+    in parallel, since a run is sequential.
 
     Parameters
     ----------
@@ -46,6 +45,8 @@ def select_batch(
         See `Parameters`.
     """
     parameters = Parameters.of(settings)
+    for name, given in (("vision", vision), ("projected", projected), ("query", query)):
+        check_list(given, name, "one matrix per image")
     count = len(vision)
     if isinstance(budget, str) or not isinstance(budget, Iterable):
         budgets: list[Budget] = [budget] * count
@@ -57,21 +58,21 @@ def select_batch(
             raise ValueError(f"{name} has {len(values)} entries for {count} images; give one per image")
     for one in budgets:
         budget_share(one)
-    walks: list[Future[Selection]] = []
+    selections: list[Future[Selection]] = []
     workers = torch.get_num_threads()
-    # Images built ahead of the walks wait, so that only a few hold their affinities at a time.
-    room = BoundedSemaphore(2 * workers)
+    # Images built ahead of the greedy runs wait, so that only a few hold their affinities at a time.
+    waiting = BoundedSemaphore(2 * workers)
     with ThreadPoolExecutor(workers) as pool:
         for image, x in enumerate(vision):
-            room.acquire()
+            waiting.acquire()
             prepared = PreparedImage(x, projected[image], masks[image], parameters, f"image {image}: ")
-            walks.append(pool.submit(_walk, prepared.trajectory(query[image], prepared.count(budgets[image])), room))
+            selections.append(pool.submit(_select, prepared, query[image], budgets[image], waiting))
             del prepared
-    return [walk.result() for walk in walks]
+    return [selection.result() for selection in selections]
 
 
-def _walk(trajectory: Trajectory, room: BoundedSemaphore) -> Selection:
+def _select(image: PreparedImage, query: Array | None, budget: Budget, waiting: BoundedSemaphore) -> Selection:
     try:
-        return finish(trajectory).detach()
+        return image.select(query, budget).detach()
     finally:
-        room.release()
+        waiting.release()

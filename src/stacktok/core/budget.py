@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import re
 from fractions import Fraction
 from numbers import Integral, Real
 from typing import TypeAlias
 
+from stacktok.core.limits import shown
+
 Budget: TypeAlias = "int | float | str"
 
 _REMEDY = "give a count such as 64, a fraction in (0, 1] such as 0.2, or a percentage such as '20%'"
+
+# Plain decimals of bounded length alone: Fraction would spend minutes on an exponent that someone made large.
+_PERCENTAGE = re.compile(r"\s{0,8}([0-9]{1,9}(?:\.[0-9]{0,18})?|\.[0-9]{1,18})\s{0,8}%\s{0,8}")
+_COUNT = re.compile(r"[+-]?[0-9]{1,18}")
+_DECIMAL = re.compile(r"[+-]?(?:[0-9]{1,18}\.?[0-9]{0,18}|\.[0-9]{1,18})(?:[eE][+-]?[0-9]{1,3})?")
 
 
 def resolve_budget(budget: Budget, encoded: int, eligible: int) -> int:
@@ -38,25 +47,23 @@ def budget_share(budget: object) -> int | Fraction:
         raise TypeError(f"budget={budget!r} is a bool; {_REMEDY}")
     if isinstance(budget, (int, Integral)):
         if budget < 0:
-            raise ValueError(f"budget={budget!r} is negative; {_REMEDY}")
+            raise ValueError(f"budget={shown(budget)} is negative; {_REMEDY}")
         return int(budget)
     if isinstance(budget, str):
-        text = budget.strip()
-        try:
-            share = Fraction(text[:-1].strip()) / 100 if text.endswith("%") else None
-        except (ValueError, ZeroDivisionError):
-            share = None
-        if share is None:
-            raise ValueError(f"budget={budget!r} is not a percentage; {_REMEDY}")
+        match = _PERCENTAGE.fullmatch(budget)
+        if match is None:
+            raise ValueError(f"budget={shown(budget)} is not a percentage; {_REMEDY}")
+        share = Fraction(match.group(1)) / 100
+    elif isinstance(budget, Fraction):
+        share = budget
     elif isinstance(budget, Real):
-        number = float(budget)
-        if not number == number or number in (float("inf"), float("-inf")):
+        if not math.isfinite(budget):
             raise ValueError(f"budget={budget!r} is not finite; {_REMEDY}")
         share = Fraction(str(budget))
     else:
-        raise TypeError(f"budget={budget!r} has type {type(budget).__name__}; {_REMEDY}")
+        raise TypeError(f"budget={shown(budget)} has type {type(budget).__name__}; {_REMEDY}")
     if not 0 < share <= 1:
-        raise ValueError(f"budget={budget!r} is not a fraction in (0, 1]; {_REMEDY}")
+        raise ValueError(f"budget={shown(budget)} is not a fraction in (0, 1]; {_REMEDY}")
     return share
 
 
@@ -64,11 +71,9 @@ def parse_budget(text: str) -> Budget:
     """A budget typed by a person: "64" is a count, "0.2" and "20%" are fractions."""
     stripped = text.strip()
     budget: Budget = stripped
-    for convert in (int, float):
-        try:
-            budget = convert(stripped)
-            break
-        except ValueError:
-            continue
+    if _COUNT.fullmatch(stripped):
+        budget = int(stripped)
+    elif _DECIMAL.fullmatch(stripped):
+        budget = float(stripped)
     budget_share(budget)
     return budget

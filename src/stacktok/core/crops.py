@@ -1,8 +1,7 @@
 """Crops of a high-resolution image that share one budget: Algorithm 2.
 
-What a crop nominates depends on its own set alone, so the sequence of its nominees is its own run of Algorithm 1.
-Sharing the budget is then a merge of those sequences by h; a crop's run is extended only when its next nominee is
-asked for, which is the caching of nominations that the paper describes.
+A crop's nominee depends on its own set alone, so the sequence of its nominees is its own run of Algorithm 1. All crops
+run in parallel to their horizons; sharing the budget is then a merge of their nominees by h.
 """
 
 from __future__ import annotations
@@ -14,19 +13,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stacktok.core.affinity import query_sides
+from stacktok.core.affinity import QueryAffinity, query_affinities
 from stacktok.core.budget import Budget, resolve_budget
-from stacktok.core.inputs import Array, Eligible, check_same_device
+from stacktok.core.greedy import CoverageReference, GreedyRun
+from stacktok.core.inputs import Array, Eligible, check_list, check_same_device
 from stacktok.core.parameters import Parameters, Settings
 from stacktok.core.record import CropSelection
+from stacktok.core.reference import allocate
 from stacktok.core.selection import PreparedImage, given_unit, question_parameters
-from stacktok.core.trajectory import Support, Trajectory
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-# Nominees by which a crop's run is extended at the least, so that the merge is not one call per token.
-_MARGIN = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,17 +48,8 @@ class Crop:
 class PreparedCrops:
     """Crops whose coverage side is done; see `PreparedImage`. Made by `prepare_crops`."""
 
-    def __init__(self, crops: Sequence[Crop], parameters: Parameters) -> None:
-        if len(crops) == 0:
-            raise ValueError("crops is empty; give at least one Crop")
-        self.parameters = parameters
-        for c, crop in enumerate(crops):
-            if not isinstance(crop, Crop):
-                raise TypeError(f"crops[{c}] has type {type(crop).__name__}; give a Crop(vision, projected, eligible)")
-        self.crops = tuple(
-            PreparedImage(crop.vision, crop.projected, crop.eligible, parameters, f"crop {c}: ")
-            for c, crop in enumerate(crops)
-        )
+    def __init__(self, crops: Sequence[PreparedImage]) -> None:
+        self.crops, self.parameters = tuple(crops), crops[0].parameters
         # One query serves all of them, and is checked against the first.
         embeddings = {f"crop {c}": crop.embeddings.rows for c, crop in enumerate(self.crops)}
         check_same_device(**embeddings)
@@ -75,15 +63,32 @@ class PreparedCrops:
     def select(self, query: Array | None, budget: Budget, **settings: Unpack[Settings]) -> CropSelection:
         """Select tokens over all crops for a question; see `PreparedImage.select`."""
         parameters = question_parameters(self.parameters, dict(settings))
-        total = _total(budget, [crop.support for crop in self.crops])
         question, embeddings = self.crops[0].question(query), [crop.embeddings for crop in self.crops]
-        sides = zip(self.crops, query_sides(question, embeddings, parameters), strict=True)
-        return allocate([Trajectory(crop.support, side, parameters, total) for crop, side in sides], total, parameters)
+        queries = query_affinities(question, embeddings, parameters)
+        references = [crop.reference for crop in self.crops]
+        return _select(list(zip(references, queries, strict=True)), budget, parameters)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that preparing added to the features."""
+        return sum(crop.nbytes for crop in self.crops)
 
 
 def prepare_crops(crops: Sequence[Crop], **settings: Unpack[Settings]) -> PreparedCrops:
     """Do everything about the crops of an image that no question changes; see `prepare`."""
-    return PreparedCrops(crops, Parameters.of(settings))
+    check_list(crops, "crops", "Crop(vision, projected, eligible)")
+    if not crops:
+        raise ValueError("crops is empty; give at least one Crop")
+    for c, crop in enumerate(crops):
+        if not isinstance(crop, Crop):
+            raise TypeError(f"crops[{c}] has type {type(crop).__name__}; give a Crop(vision, projected, eligible)")
+    parameters = Parameters.of(settings)
+    return PreparedCrops(
+        [
+            PreparedImage(crop.vision, crop.projected, crop.eligible, parameters, f"crop {c}: ")
+            for c, crop in enumerate(crops)
+        ]
+    )
 
 
 def select_crops(
@@ -117,7 +122,8 @@ def select_crops_from_affinities(
     budget, **settings
         As in `select_crops`.
     """
-    if len(affinities) == 0:
+    check_list(affinities, "affinities", "(query_affinity, vision_affinity, eligible)")
+    if not affinities:
         raise ValueError("affinities is empty; give at least one (query_affinity, vision_affinity, eligible)")
     for c, entry in enumerate(affinities):
         if len(entry) != 3:
@@ -129,67 +135,47 @@ def select_crops_from_affinities(
         given_unit(a_qv, a_vv, eligible, parameters, crop=f"crop {c}: ")
         for c, (a_qv, a_vv, eligible) in enumerate(affinities)
     ]
-    rows = {len(side.affinity) for _, side in units}
+    rows = {len(query) for _, query in units}
     if len(rows) > 1:
         raise ValueError(f"the crops' query affinities have {sorted(rows)} rows; one query serves all crops")
-    total = _total(budget, [support for support, _ in units])
-    return allocate([Trajectory(*unit, parameters, total) for unit in units], total, parameters)
+    return _select(units, budget, parameters)
 
 
-def _total(budget: Budget, units: Sequence[Support]) -> int:
-    """A budget that crops share as a number of tokens."""
-    return resolve_budget(budget, sum(unit.n for unit in units), sum(unit.capacity for unit in units))
-
-
-def allocate(crops: Sequence[Trajectory], total: int, parameters: Parameters) -> CropSelection:
-    """Spend a budget over crops, Eqs. (crop-nominee) and (global), and refine each crop by itself."""
-    from stacktok.kernels.merge import Merge
-
-    horizons = [min(total, crop.support.capacity) for crop in crops]
+def _select(
+    units: Sequence[tuple[CoverageReference, QueryAffinity]], budget: Budget, parameters: Parameters
+) -> CropSelection:
+    """Spend a budget over crops, Algorithm 2 or fixed quotas, and refine each crop by itself."""
+    references = [reference for reference, _ in units]
+    capacities = [reference.capacity for reference in references]
+    total = resolve_budget(budget, sum(reference.n for reference in references), sum(capacities))
+    horizons = [min(total, capacity) for capacity in capacities]
+    limits = horizons
+    if parameters.allocation != "shared":
+        weights = [Fraction(1)] * len(units)
+        if parameters.allocation == "proportional":
+            first = GreedyRun.run(units, parameters, total, [min(1, horizon) for horizon in horizons], horizons)
+            gains = [Fraction(float(run.nominee_gains().sum())) for run in first]
+            weights = gains if any(gains) else weights
+        limits = apportion(total, weights, capacities)
+    runs = GreedyRun.run(units, parameters, total, limits, horizons)
+    gains_of = [run.nominee_gains() for run in runs]
+    winners, sizes = allocate(gains_of, total)
+    nominees, nominee_gain = np.full(sizes.shape, -1, dtype=np.int64), np.full(sizes.shape, np.nan)
+    for c, run in enumerate(runs):
+        open_ = sizes[:, c] < limits[c]
+        nominees[open_, c] = run.steps.order[sizes[open_, c]]
+        nominee_gain[open_, c] = gains_of[c][sizes[open_, c]]
+    won = np.bincount(winners, minlength=len(runs)).tolist()
+    selections = tuple(run.record(size) for run, size in zip(runs, won, strict=True))
     shared = parameters.allocation == "shared"
-    merge = Merge.of(total, horizons if shared else _quotas(crops, total, horizons, parameters))
-
-    def walk(lengths: dict[int, int]) -> None:
-        ends = [horizons[c] for c in lengths]
-        Trajectory.advance_together([crops[c] for c in lengths], list(lengths.values()), ends)
-        for c in lengths:
-            crops[c].nominate(merge.tokens[c], merge.gains[c], merge.known[c])
-            merge.known[c] = crops[c].length
-
-    # Every crop walks to an equal share at once; the merge then asks for what it needs beyond.
-    limits, share = merge.limits.tolist(), total // len(crops)
-    walk({c: min(limit, share) for c, limit in enumerate(limits)})
-    step = 0
-    while (step := merge.spend(step)) < total:
-        # To where a crop gets if it goes on winning as often as until now, and a little further.
-        ahead = [size * total * 9 // (8 * max(1, step)) + _MARGIN for size in merge.sizes.tolist()]
-        known = merge.known.tolist()
-        walk({c: min(end, limits[c]) for c, end in enumerate(ahead) if known[c] < min(end, limits[c])})
-    selections = tuple(crop.record(size) for crop, size in zip(crops, merge.sizes.tolist(), strict=True))
     return CropSelection(
         k=total,
         crops=selections,
-        order=tuple(zip(merge.winners.tolist(), merge.chosen.tolist(), strict=True)),
-        nominees=merge.nominees,
-        nominee_gain=merge.nominee_gain,
+        order=tuple(zip(winners.tolist(), nominees[np.arange(total), winners].tolist(), strict=True)),
+        nominees=nominees,
+        nominee_gain=nominee_gain,
         _not_anytime=selections[0]._not_anytime or ("" if shared else f'allocation="{parameters.allocation}"'),
     )
-
-
-def _quotas(crops: Sequence[Trajectory], total: int, horizons: list[int], parameters: Parameters) -> list[int]:
-    """Fixed shares of the budget: equal, or proportional to the first nominee's gain."""
-    weights = [Fraction(1)] * len(crops)
-    if parameters.allocation == "proportional":
-        token, gain = np.empty(1, dtype=np.int64), np.zeros(1)
-        for c, crop in enumerate(crops):
-            if horizons[c]:
-                crop.advance(1, horizons[c])
-                crop.nominate(token, gain, 0)
-            weights[c] = Fraction(float(gain[0])) if horizons[c] else Fraction(0)
-        if not any(weights):
-            weights = [Fraction(1)] * len(crops)
-    capacities = [crop.support.capacity for crop in crops]
-    return apportion(total, weights, capacities)
 
 
 def apportion(total: int, weights: Sequence[Fraction], capacities: Sequence[int]) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,9 +18,11 @@ def as_matrix(value: Any, name: str) -> torch.Tensor:
     """A two-dimensional floating-point tensor that shares memory with ``value`` where that is possible."""
     if isinstance(value, torch.Tensor):
         tensor = value.detach()
+        _check_dense(tensor, name)
     elif isinstance(value, np.ndarray):
         try:
-            tensor = torch.from_numpy(np.require(value, requirements=("C", "W")))
+            native = value.dtype.newbyteorder("=")
+            tensor = torch.from_numpy(np.require(value, dtype=native, requirements=("C", "W")))
         except TypeError:
             raise TypeError(f"{name} has dtype {value.dtype}, which torch does not know; give real numbers") from None
     else:
@@ -34,11 +36,29 @@ def as_matrix(value: Any, name: str) -> torch.Tensor:
     return tensor.double()
 
 
+def _check_dense(tensor: torch.Tensor, name: str) -> None:
+    """Refuse tensors that are not plain numbers in memory."""
+    if tensor.device.type == "meta":
+        raise ValueError(f"{name} lies on the meta device and holds no numbers; give a tensor with data")
+    if tensor.is_nested:
+        raise TypeError(f"{name} is a nested tensor; give one matrix per image, or crops to select_crops")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} has layout {tensor.layout}; give a dense tensor, such as {name}.to_dense()")
+    if tensor.is_quantized:
+        raise TypeError(f"{name} is quantised ({tensor.dtype}); give real numbers, such as {name}.dequantize()")
+
+
 def check_same_device(**tensors: torch.Tensor) -> None:
     """Refuse tensors that lie on different devices."""
     if len({tensor.device for tensor in tensors.values()}) > 1:
         places = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())
         raise ValueError(f"the inputs lie on different devices ({places}); move them to one")
+
+
+def check_list(values: object, name: str, remedy: str) -> None:
+    """Refuse what is not a list, tuple or the like."""
+    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
+        raise TypeError(f"{name} has type {type(values).__name__}; give a list of {remedy}")
 
 
 def eligible_mask(eligible: Eligible, n: int) -> Mask:
@@ -54,6 +74,7 @@ def eligible_mask(eligible: Eligible, n: int) -> Mask:
     if eligible is None:
         return np.ones(n, dtype=np.bool_)
     if isinstance(eligible, torch.Tensor):
+        _check_dense(eligible, "eligible")
         values = eligible.detach().cpu().numpy()
     elif isinstance(eligible, np.ndarray):
         values = eligible

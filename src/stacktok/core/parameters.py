@@ -42,7 +42,7 @@ class Settings(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """What the selector can be told, with the paper's values as defaults.
+    """Parameters of the selector, with the paper's values as defaults.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ class Parameters:
         Floor inside the logarithm of Eq. (beta).
     relevance_depth
         Beyond the paper: how many kept tokens of a query row count towards relevance; 1 is the paper, None counts all,
-        "auto" sets it from the budget and the query's length (see `relevance_depth` in `stacktok.core.support`).
+        "auto" is a row's even share of the budget (see `depth`).
     strictness
         A fixed strictness in place of Eq. (beta); None, the paper's rule, reads it from the query's entropy.
     target
@@ -121,6 +121,23 @@ class Parameters:
         _choice(self, "fill", ("coverage", "index"))
         _choice(self, "allocation", ("shared", "uniform", "proportional"))
         _choice(self, "backend", ("auto", "cpu", "reference"))
+
+    def depth(self, rows: int, budget: int) -> int | None:
+        """Kept tokens per query row that count; "auto" is a row's even share of the budget, ceil(k / m).
+
+        So relevance does not saturate before the budget is spent. Chosen among other rules on the embedded model's dev
+        split (`benchmarks/depth_rule.py`, docs/results.md).
+
+        Parameters
+        ----------
+        rows
+            Rows of the query, m.
+        budget
+            Tokens to be kept in the end.
+        """
+        if self.relevance_depth == "auto":
+            return max(1, -(-budget // max(1, rows)))
+        return None if self.relevance_depth is None else int(self.relevance_depth)
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Parameters:

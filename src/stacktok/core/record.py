@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -13,20 +13,9 @@ from numpy.typing import NDArray
 
 from stacktok.core.inputs import Mask
 from stacktok.core.notebook import figure_html, grid_of, kept_svg
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from stacktok.kernels import CRITERIA, Floats, Ints, Swap
 
 _Rows = TypeVar("_Rows", torch.Tensor, NDArray[Any])
-
-
-class Swap(NamedTuple):
-    """An accepted exchange of swap refinement, with J = R + C before and after."""
-
-    out: int
-    into: int
-    before: float
-    after: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,24 +167,37 @@ class Selection:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Selection:
-        """The record that `to_dict` described."""
+        """The record that `to_dict` described; what does not fit together is an error."""
+        read = _Reader("Selection", values)
+        n, m, k = (read.count(name) for name in ("n", "m", "k"))
+        read.check(k <= n, f"k={k} is larger than n={n}")
+        indices, order = (read.numbers(name, np.int64, (k,)) for name in ("indices", "order"))
+        for name, tokens in (("indices", indices), ("order", order)):
+            inside = len(set(tokens.tolist())) == k and all(0 <= token < n for token in tokens.tolist())
+            read.check(inside, f"{name} does not hold {k} different tokens of 0 to {n - 1}")
+        read.check(bool((np.diff(indices) > 0).all()), "indices are not ascending")
+        criterion, swaps = read.get("criterion", list), read.get("swaps", list)
+        known = len(criterion) == k and all(name in CRITERIA for name in criterion)
+        read.check(known, f"criterion does not hold {k} of {', '.join(CRITERIA)}")
+        read.numbers("swaps", np.float64, (len(swaps), 4))
+        curves: dict[str, Any] = {
+            name: read.numbers(name, np.float64, (k + 1,)) for name in ("relevance", "coverage", "reference", "target")
+        }
+        finals: dict[str, Any] = {
+            name: read.number(name) for name in ("strictness", "final_relevance", "final_coverage")
+        }
         return cls(
-            n=values["n"],
-            m=values["m"],
-            k=values["k"],
-            indices=np.array(values["indices"], dtype=np.int64),
-            order=np.array(values["order"], dtype=np.int64),
-            criterion=tuple(values["criterion"]),
-            bound=np.array(values["bound"], dtype=np.bool_),
-            relevance=np.array(values["relevance"], dtype=np.float64),
-            coverage=np.array(values["coverage"], dtype=np.float64),
-            reference=np.array(values["reference"], dtype=np.float64),
-            target=np.array(values["target"], dtype=np.float64),
-            strictness=values["strictness"],
-            swaps=tuple(Swap(*swap) for swap in values["swaps"]),
-            final_relevance=values["final_relevance"],
-            final_coverage=values["final_coverage"],
-            _not_anytime=values["not_anytime"],
+            n=n,
+            m=m,
+            k=k,
+            indices=indices,
+            order=order,
+            criterion=tuple(criterion),
+            bound=read.numbers("bound", np.bool_, (k,)),
+            swaps=tuple(Swap(*swap) for swap in swaps),
+            _not_anytime=read.get("not_anytime", str),
+            **curves,
+            **finals,
         )
 
     def to_json(self) -> str:
@@ -205,7 +207,7 @@ class Selection:
     @classmethod
     def from_json(cls, text: str) -> Selection:
         """The record that `to_json` wrote."""
-        return cls.from_dict(_load(text, "Selection", "order"))
+        return cls.from_dict(_load(text, "Selection"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,15 +300,22 @@ class CropSelection:
     @classmethod
     def from_json(cls, text: str) -> CropSelection:
         """The record that `to_json` wrote."""
-        values = _load(text, "CropSelection", "crop_order")
-        shape = (values["k"], len(values["crops"]))
+        read = _Reader("CropSelection", _load(text, "CropSelection"))
+        k, crops = read.count("k"), read.get("crops", list)
+        read.check(bool(crops), "crops is empty")
+        selections = tuple(Selection.from_dict(crop) for crop in crops)
+        read.check(sum(crop.k for crop in selections) == k, f"the crops do not hold k={k} tokens together")
+        picks = [[c, token] for c, crop in enumerate(selections) for token in crop.order.tolist()]
+        order = read.numbers("crop_order", np.int64, (k, 2)).tolist()
+        read.check(sorted(order) == sorted(picks), "crop_order is not an order of the crops' picks")
+        shape = (k, len(selections))
         return cls(
-            k=values["k"],
-            crops=tuple(Selection.from_dict(crop) for crop in values["crops"]),
-            order=tuple((crop, token) for crop, token in values["crop_order"]),
-            nominees=np.array(values["nominees"], dtype=np.int64).reshape(shape),
-            nominee_gain=np.array(values["nominee_gain"], dtype=np.float64).reshape(shape),
-            _not_anytime=values["not_anytime"],
+            k=k,
+            crops=selections,
+            order=tuple((crop, token) for crop, token in order),
+            nominees=read.numbers("nominees", np.int64, shape),
+            nominee_gain=read.numbers("nominee_gain", np.float64, shape, finite=False),
+            _not_anytime=read.get("not_anytime", str),
         )
 
 
@@ -334,8 +343,49 @@ def check_prefix(k: int, available: int, not_anytime: str) -> int:
     return int(k)
 
 
-def _load(text: str, kind: str, key: str) -> dict[str, Any]:
-    values = json.loads(text)
-    if not isinstance(values, dict) or key not in values:
-        raise ValueError(f"the text is not a {kind} that to_json wrote")
-    return values
+class _Reader:
+    """Reads the fields of a record that may have been damaged or made by hand."""
+
+    def __init__(self, kind: str, values: Any) -> None:
+        self.kind, self.values = kind, values
+        self.check(isinstance(values, dict), "it is not an object")
+
+    def check(self, condition: bool, problem: str) -> None:
+        if not condition:
+            raise ValueError(f"the text is not a {self.kind} that to_json wrote: {problem}")
+
+    def get(self, name: str, kind: type[Any]) -> Any:
+        self.check(name in self.values, f"it has no {name}")
+        value = self.values[name]
+        self.check(isinstance(value, kind), f"{name} has type {type(value).__name__}, not {kind.__name__}")
+        return value
+
+    def count(self, name: str) -> int:
+        value = self.get(name, int)
+        self.check(not isinstance(value, bool) and value >= 0, f"{name}={value} is not a count")
+        return int(value)
+
+    def number(self, name: str) -> float:
+        value = self.numbers(name, np.float64, ())
+        return float(value)
+
+    def numbers(self, name: str, dtype: Any, shape: tuple[int, ...], *, finite: bool = True) -> Any:
+        """An array of one kind of numbers; an empty list has every shape without entries."""
+        self.check(name in self.values, f"it has no {name}")
+        try:
+            given = np.array(self.values[name], dtype=np.float64 if not finite else None)
+        except (TypeError, ValueError, OverflowError):
+            given = np.array(None)
+        kinds = {np.int64: "i", np.bool_: "b"}.get(dtype, "if")
+        if given.size == 0 and 0 in shape:
+            given = given.reshape(shape).astype(dtype)
+        self.check(given.shape == shape and given.dtype.kind in kinds, f"{name} is not an array {shape} of numbers")
+        self.check(not finite or bool(np.isfinite(given).all()), f"{name} holds NaN or infinity")
+        return given.astype(dtype)
+
+
+def _load(text: str, kind: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the text is not a {kind} that to_json wrote: it is not JSON ({error})") from None

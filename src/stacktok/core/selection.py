@@ -5,25 +5,25 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from stacktok.core.affinity import (
     Affinity,
     Embeddings,
-    QuerySide,
+    QueryAffinity,
     check_features,
     check_query,
     given_affinity,
-    query_sides,
+    query_affinities,
     row_norms,
     vision_affinity,
 )
 from stacktok.core.budget import Budget, resolve_budget
+from stacktok.core.greedy import CoverageReference, GreedyRun
 from stacktok.core.inputs import Array, Eligible, Mask, check_same_device, eligible_mask
 from stacktok.core.parameters import Parameters, Settings
 from stacktok.core.record import Selection
-from stacktok.core.trajectory import Support, Trajectory
-from stacktok.kernels import get_backend
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -35,13 +35,13 @@ _OF_THE_IMAGE = ("tau_vision", "norm_epsilon", "backend")
 class PreparedImage:
     """An image whose coverage side is done: each further question pays for itself alone.
 
-    Made by `prepare`. Threads may share it.
+    Made by `prepare`. Threads may share it; it can be copied and pickled.
 
     Attributes
     ----------
     parameters
         The image's.
-    support
+    reference
         Its coverage side.
     embeddings
         Its post-projector embeddings.
@@ -52,27 +52,32 @@ class PreparedImage:
     ) -> None:
         x, z, _ = check_features(vision, projected, None, where)
         self.parameters = parameters
-        self.support = Support(
+        self.reference = CoverageReference(
             vision_affinity(x, parameters.tau_vision, parameters.norm_epsilon, row_norms(x, f"{where}vision")),
             eligible_mask(eligible, len(x)),
-            get_backend(parameters.backend),
+            parameters.backend,
         )
         self.embeddings = Embeddings.of(z, parameters.norm_epsilon, f"{where}projected")
 
     @property
     def n(self) -> int:
         """Number of encoded positions."""
-        return self.support.n
+        return self.reference.n
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that preparing added to the features, which are kept by reference."""
+        return self.reference.nbytes + self.embeddings.lengths.nbytes
 
     @property
     def eligible(self) -> Mask:
         """Which positions may be kept, (n,)."""
-        return self.support.eligible
+        return self.reference.eligible
 
     @property
     def vision_affinity(self) -> Affinity:
         """A^vv, (n, n)."""
-        return self.support.vision_affinity
+        return self.reference.vision_affinity
 
     def question(self, query: Array | None) -> torch.Tensor:
         """The rows of a query, (m, d), or None for m = 0, checked against this image."""
@@ -80,7 +85,7 @@ class PreparedImage:
         check_same_device(projected=self.embeddings.rows, query=q)
         return q
 
-    def query_affinity(self, query: Array | None, parameters: Parameters | None = None) -> Affinity:
+    def query_affinity(self, query: Array | None, parameters: Parameters | None = None) -> QueryAffinity:
         """A^qv of a question, (m, n).
 
         Parameters
@@ -90,13 +95,7 @@ class PreparedImage:
         parameters
             Whose temperature to use; the image's own by default.
         """
-        return query_sides(self.question(query), [self.embeddings], parameters or self.parameters)[0].affinity
-
-    def trajectory(self, query: Array | None, budget: int, parameters: Parameters | None = None) -> Trajectory:
-        """The walk of a question over this image, not yet begun; ``budget`` is a count."""
-        parameters = parameters or self.parameters
-        (side,) = query_sides(self.question(query), [self.embeddings], parameters)
-        return Trajectory(self.support, side, parameters, budget)
+        return query_affinities(self.question(query), [self.embeddings], parameters or self.parameters)[0]
 
     def select(self, query: Array | None, budget: Budget, **settings: Unpack[Settings]) -> Selection:
         """Select tokens for a question.
@@ -111,11 +110,8 @@ class PreparedImage:
             Parameters that differ from those of `prepare`; ``tau_vision``, ``norm_epsilon`` and ``backend`` cannot.
         """
         parameters = question_parameters(self.parameters, dict(settings))
-        return finish(self.trajectory(query, self.count(budget), parameters))
-
-    def count(self, budget: Budget) -> int:
-        """A budget as a number of this image's tokens."""
-        return resolve_budget(budget, self.n, self.support.capacity)
+        k = resolve_budget(budget, self.n, self.reference.capacity)
+        return _select(self.reference, self.query_affinity(query, parameters), parameters, k)
 
 
 def prepare(vision: Array, projected: Array, eligible: Eligible = None, **settings: Unpack[Settings]) -> PreparedImage:
@@ -195,33 +191,31 @@ def select_from_affinities(
         As in `select`; temperatures have no effect.
     """
     parameters = Parameters.of(settings)
-    support, side = given_unit(query_affinity, vision_affinity, eligible, parameters)
-    k = resolve_budget(budget, support.n, support.capacity)
-    return finish(Trajectory(support, side, parameters, k))
+    reference, a_qv = given_unit(query_affinity, vision_affinity, eligible, parameters)
+    return _select(reference, a_qv, parameters, resolve_budget(budget, reference.n, reference.capacity))
+
+
+def _select(reference: CoverageReference, query: QueryAffinity, parameters: Parameters, k: int) -> Selection:
+    """Algorithm 1 to k tokens, and the swaps."""
+    (run,) = GreedyRun.run([(reference, query)], parameters, k, [k], [k])
+    return run.record(k)
 
 
 def given_unit(
     query_affinity: Array | None, vision_affinity: Array, eligible: Eligible, parameters: Parameters, crop: str = ""
-) -> tuple[Support, QuerySide]:
-    """A unit whose affinities a caller hands over, and the question's side; ``crop`` names it in error messages."""
+) -> tuple[CoverageReference, QueryAffinity]:
+    """The coverage side and A^qv from affinities that a caller gives; ``crop`` names the unit in error messages."""
     a_vv = given_affinity(vision_affinity, f"{crop}vision_affinity")
     n = a_vv.shape[1]
     if a_vv.shape[0] != n:
         raise ValueError(f"{crop}vision_affinity has shape {a_vv.shape}; give a square matrix (n, n)")
-    side = QuerySide.empty(n)
+    a_qv: QueryAffinity = np.zeros((0, n), dtype=np.float32)
     if query_affinity is not None:
         depth = None if parameters.relevance_depth == "auto" else parameters.relevance_depth
         a_qv = given_affinity(query_affinity, f"{crop}query_affinity", depth)
         if a_qv.shape[1] != n:
             raise ValueError(f"{crop}query_affinity has {a_qv.shape[1]} columns for {n} tokens; give a matrix (m, n)")
-        side = QuerySide.of(a_qv, parameters.entropy_floor)
-    return Support(a_vv, eligible_mask(eligible, n), get_backend(parameters.backend)), side
-
-
-def finish(trajectory: Trajectory) -> Selection:
-    """Walk to the budget and record."""
-    trajectory.advance(trajectory.budget)
-    return trajectory.record(trajectory.budget)
+    return CoverageReference(a_vv, eligible_mask(eligible, n), parameters.backend), a_qv
 
 
 def question_parameters(parameters: Parameters, changes: dict[str, Any]) -> Parameters:

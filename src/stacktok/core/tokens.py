@@ -1,8 +1,10 @@
-"""What a model adapter hands a method, and what the method hands back.
+"""The data that passes between a model adapter, a method and the runtime.
 
-An image is a list of crops: one for a fixed-resolution encoder, base view and tiles for a multi-crop one, frames for a
-video. Every token knows its *place*: its index among the rows that the image would fill in the language model's input.
-A method answers with output tokens in order; nothing downstream needs to know which method it was.
+An adapter describes an image in two steps. Its `ImageLayout` follows from the picture's size alone: crops, grids, which
+tokens may be kept, and where each one stands in the language model's input. An `EncodedImage` adds the features. A
+crop is one encoder input: the image of a fixed-resolution encoder, base view and tiles of a multi-crop one, a frame of
+a video. A method answers with a `Reduction`: output tokens in order. Nothing downstream needs to know which method it
+was.
 """
 
 from __future__ import annotations
@@ -25,8 +27,149 @@ SEPARATOR = -1
 
 
 @dataclass(frozen=True, eq=False)
+class CropLayout:
+    """One encoder input without its features.
+
+    Attributes
+    ----------
+    grid
+        Rows and columns of tokens, h w = n_c, raster order.
+    eligible
+        Tokens that may be kept, (n_c,).
+    offsets
+        Index of each token among the image's tokens in the language model's input, (n_c,); -1 where the model itself
+        drops the token, which then is not eligible.
+    separators
+        Index into `ImageLayout.separators` of the separator that closes the token's line, (n_c,), -1 for none; None
+        where no line is closed.
+    """
+
+    grid: tuple[int, int]
+    eligible: Mask
+    offsets: Ints
+    separators: Ints | None = None
+
+    @property
+    def n(self) -> int:
+        """Number of encoded tokens."""
+        return len(self.offsets)
+
+    @classmethod
+    def raster(cls, grid: tuple[int, int], first: int = 0) -> CropLayout:
+        """A crop that is fed whole, in raster order, from offset ``first`` on."""
+        n = grid[0] * grid[1]
+        return cls(grid, np.ones(n, dtype=np.bool_), np.arange(first, first + n, dtype=np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class ImageLayout:
+    """One image or video without its features: counts, grids and offsets, known before the encoder runs.
+
+    Attributes
+    ----------
+    crops
+        Encoder inputs, L >= 1.
+    length
+        Tokens that the unpruned image fills in the language model's input, separators included.
+    separators
+        Offsets of the layout's separators (LLaVA-NeXT's newlines), in order.
+    """
+
+    crops: tuple[CropLayout, ...]
+    length: int
+    separators: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+
+    @classmethod
+    def raster(cls, *grids: tuple[int, int]) -> ImageLayout:
+        """Crops that are fed whole, one after the other, each in raster order."""
+        ends = np.cumsum([0, *(rows * columns for rows, columns in grids)]).tolist()
+        crops = tuple(CropLayout.raster(grid, first) for grid, first in zip(grids, ends[:-1], strict=True))
+        return cls(crops, ends[-1])
+
+    @property
+    def n(self) -> int:
+        """Number of encoded tokens of all crops."""
+        return sum(crop.n for crop in self.crops)
+
+    @property
+    def capacity(self) -> int:
+        """Number of tokens that may be kept."""
+        return sum(int(crop.eligible.sum()) for crop in self.crops)
+
+    def with_eligible(self, eligible: Mask | None) -> ImageLayout:
+        """The layout with another mask of the tokens that may be kept, (n,); None leaves it as it is."""
+        if eligible is None:
+            return self
+        ends = np.cumsum([crop.n for crop in self.crops])
+        masks = np.split(eligible, ends[:-1])
+        return replace(
+            self, crops=tuple(replace(crop, eligible=mask) for crop, mask in zip(self.crops, masks, strict=True))
+        )
+
+    def keep(self, indices: Sequence[Ints], *, record: Any = None, keep_newlines: bool = False) -> Reduction:
+        """The reduction that keeps some tokens as they are, in the order of the unpruned image.
+
+        Parameters
+        ----------
+        indices
+            Kept tokens of every crop.
+        record
+            The method's record of its run.
+        keep_newlines
+            Keep, on top, the separator of every line that still has tokens.
+        """
+        if len(indices) != len(self.crops):
+            raise ValueError(f"indices holds {len(indices)} arrays for {len(self.crops)} crops; give one per crop")
+        anchors = [np.stack([np.full(len(kept), c), kept], axis=1) for c, kept in enumerate(indices)]
+        if keep_newlines:
+            lines = [
+                crop.separators[kept]
+                for crop, kept in zip(self.crops, indices, strict=True)
+                if crop.separators is not None
+            ]
+            used = np.unique(np.concatenate(lines)) if lines else np.empty(0, dtype=np.int64)
+            used = used[used >= 0]
+            anchors.append(np.stack([np.full(len(used), SEPARATOR), used], axis=1))
+        found = np.concatenate(anchors).astype(np.int64)
+        order = np.argsort(self.offsets_of(found), kind="stable")
+        return Reduction(anchors=found[order], record=record)
+
+    def offsets_of(self, anchors: Ints) -> Ints:
+        """Offset of every (crop, token) pair, (k,); a token that the model drops is an error.
+
+        Parameters
+        ----------
+        anchors
+            Pairs (crop, token), or (`SEPARATOR`, index of a separator), (k, 2).
+        """
+        offsets = self._offsets(anchors)
+        if len(offsets) and int(offsets.min()) < 0:
+            crop, token = anchors[int(offsets.argmin())].tolist()
+            raise ValueError(
+                f"a reduction keeps token {token} of crop {crop}, which the model drops; keep eligible ones"
+            )
+        return offsets
+
+    def fed(self, pairs: Ints) -> Ints:
+        """Offsets of those (crop, token) pairs, (k, 2), that the language model is fed."""
+        offsets = self._offsets(pairs)
+        return offsets[offsets >= 0]
+
+    def _offsets(self, pairs: Ints) -> Ints:
+        offsets = np.empty(len(pairs), dtype=np.int64)
+        crops = pairs[:, 0]
+        for c in np.unique(crops).tolist():
+            if not SEPARATOR <= c < len(self.crops):
+                raise ValueError(f"a reduction names crop {c} of an image with {len(self.crops)} crops")
+            own = crops == c
+            source = self.separators if c == SEPARATOR else self.crops[c].offsets
+            offsets[own] = source[pairs[own, 1]]
+        return offsets
+
+
+@dataclass(frozen=True, eq=False)
 class TowerAttention:
-    """What the vision tower's attention said about one crop; only read where a method needs it.
+    """The vision tower's attention to the tokens of one crop; only read where a method needs it.
 
     Attributes
     ----------
@@ -57,32 +200,31 @@ class EncodedCrop:
         Pre-projector features, (n_c, d_v).
     projected
         Post-projector embeddings, (n_c, d).
-    grid
-        Rows and columns of tokens, h w = n_c, raster order.
-    eligible
-        Tokens that may be kept, (n_c,).
-    places
-        Index of each token among the rows that the image fills in the language model's input, (n_c,); -1 where the
-        model itself drops the token, which then is not eligible.
-    separators
-        Index into `EncodedImage.separators` of the separator that closes the token's line, (n_c,), -1 for none; None
-        where no line is closed.
+    layout
+        Grid, eligible tokens and offsets.
     attention
         The vision tower's attention, for the methods that need it; None otherwise.
     """
 
     vision: torch.Tensor
     projected: torch.Tensor
-    grid: tuple[int, int]
-    eligible: Mask
-    places: Ints
-    separators: Ints | None = None
+    layout: CropLayout
     attention: TowerAttention | None = None
 
     @property
     def n(self) -> int:
-        """Number of encoded positions."""
-        return len(self.places)
+        """Number of encoded tokens."""
+        return self.layout.n
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of tokens."""
+        return self.layout.grid
+
+    @property
+    def eligible(self) -> Mask:
+        """Tokens that may be kept, (n_c,)."""
+        return self.layout.eligible
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,108 +233,91 @@ class EncodedImage:
 
     Attributes
     ----------
+    layout
+        Crops, eligible tokens and offsets.
     crops
-        Encoder inputs, L >= 1.
-    length
-        Rows that the unpruned image fills in the language model's input, separators included.
-    separators
-        Places of the layout's separators (LLaVA-NeXT's newlines), in order.
+        The features of every crop of the layout.
     tau_query
         The model family's temperature of the query affinities, for a method that is not told another.
+    modality
+        "image", or "video", whose crops are frames.
     """
 
+    layout: ImageLayout
     crops: tuple[EncodedCrop, ...]
-    length: int
-    separators: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     tau_query: float = 0.02
+    modality: str = "image"
+
+    @classmethod
+    def of(
+        cls, layout: ImageLayout, vision: torch.Tensor, projected: torch.Tensor, tau_query: float = 0.02
+    ) -> EncodedImage:
+        """An image from its layout and the features of all crops, (n, d_v) and (n, d), crop after crop."""
+        sizes = [crop.n for crop in layout.crops]
+        if [len(vision), len(projected)] != [layout.n] * 2:
+            raise ValueError(
+                f"vision has {len(vision)} and projected {len(projected)} rows for an image of {layout.n} tokens; "
+                "give one row per token"
+            )
+        parts = zip(torch.split(vision, sizes), torch.split(projected, sizes), layout.crops, strict=True)
+        return cls(layout, tuple(EncodedCrop(x, z, crop) for x, z, crop in parts), tau_query)
 
     @property
     def n(self) -> int:
-        """Number of encoded positions of all crops."""
-        return sum(crop.n for crop in self.crops)
+        """Number of encoded tokens of all crops."""
+        return self.layout.n
 
     @property
     def capacity(self) -> int:
         """Number of tokens that may be kept."""
-        return sum(int(crop.eligible.sum()) for crop in self.crops)
+        return self.layout.capacity
+
+    @property
+    def length(self) -> int:
+        """Tokens that the unpruned image fills in the language model's input, separators included."""
+        return self.layout.length
+
+    def with_attention(self, attention: Sequence[TowerAttention]) -> EncodedImage:
+        """The image with the tower's attention to every crop."""
+        crops = zip(self.crops, attention, strict=True)
+        return replace(self, crops=tuple(replace(crop, attention=own) for crop, own in crops))
 
     def keep(self, indices: Sequence[Ints], *, record: Any = None, keep_newlines: bool = False) -> Reduction:
-        """The reduction that keeps some tokens as they are, in the order of the unpruned image.
+        """The reduction that keeps some tokens of every crop as they are; see `ImageLayout.keep`."""
+        return self.layout.keep(indices, record=record, keep_newlines=keep_newlines)
+
+    def offsets_of(self, anchors: Ints) -> Ints:
+        """Offset of every (crop, token) pair, (k,); see `ImageLayout.offsets_of`."""
+        return self.layout.offsets_of(anchors)
+
+    def gather(self, embeddings: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+        """The embeddings of the output tokens, (k, d), in order.
 
         Parameters
         ----------
-        indices
-            Kept tokens of every crop.
-        record
-            What the method wants remembered.
-        keep_newlines
-            Keep, on top, the separator of every line that still has tokens.
-        """
-        if len(indices) != len(self.crops):
-            raise ValueError(f"indices holds {len(indices)} arrays for {len(self.crops)} crops; give one per crop")
-        anchors = [np.stack([np.full(len(kept), c), kept], axis=1) for c, kept in enumerate(indices)]
-        if keep_newlines:
-            lines = [
-                crop.separators[kept]
-                for crop, kept in zip(self.crops, indices, strict=True)
-                if crop.separators is not None
-            ]
-            used = np.unique(np.concatenate(lines)) if lines else np.empty(0, dtype=np.int64)
-            used = used[used >= 0]
-            anchors.append(np.stack([np.full(len(used), SEPARATOR), used], axis=1))
-        found = np.concatenate(anchors).astype(np.int64)
-        order = np.argsort(self.places_of(found), kind="stable")
-        return Reduction(anchors=found[order], record=record)
-
-    def gather(self, rows: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-        """The rows that are left of the unpruned image's, (k, d), in order.
-
-        Parameters
-        ----------
-        rows
-            What the image would fill in the language model's input, (length, d).
+        embeddings
+            Those of the unpruned image in the language model's input, (length, d).
         reduction
-            What is left.
+            The method's answer.
         """
-        if len(rows) != self.length:
-            raise ValueError(f"rows has {len(rows)} rows for an image that fills {self.length}; give the unpruned ones")
-        left = rows[torch.from_numpy(self.places_of(reduction.anchors)).to(rows.device)]
-        for output, embedding in reduction.embeddings.items():
-            left[output] = embedding.to(left)
-        return left
-
-    def places_of(self, anchors: Ints) -> Ints:
-        """Place of every (crop, token) pair, (k,); a token without a place is an error.
-
-        Parameters
-        ----------
-        anchors
-            Pairs (crop, token), or (`SEPARATOR`, index of a separator), (k, 2).
-        """
-        places = np.empty(len(anchors), dtype=np.int64)
-        crops = anchors[:, 0]
-        for c in np.unique(crops).tolist():
-            if not SEPARATOR <= c < len(self.crops):
-                raise ValueError(f"a reduction names crop {c} of an image with {len(self.crops)} crops")
-            rows = crops == c
-            source = self.separators if c == SEPARATOR else self.crops[c].places
-            places[rows] = source[anchors[rows, 1]]
-        if len(places) and int(places.min()) < 0:
-            crop, token = anchors[int(places.argmin())].tolist()
+        if len(embeddings) != self.length:
             raise ValueError(
-                f"a reduction keeps token {token} of crop {crop}, which the model drops; keep eligible ones"
+                f"embeddings has {len(embeddings)} rows for an image that fills {self.length}; give the unpruned ones"
             )
-        return places
+        kept = embeddings[torch.from_numpy(self.offsets_of(reduction.anchors)).to(embeddings.device)]
+        for output, embedding in reduction.embeddings.items():
+            kept[output] = embedding.to(kept)
+        return kept
 
 
 @dataclass(frozen=True, eq=False)
 class Reduction:
-    """What is left of an image: output tokens in the order in which the language model gets them.
+    """The output tokens of an image, in the order in which the language model gets them.
 
     Attributes
     ----------
     anchors
-        Per output token the (crop, token) pair whose place and position it takes, (k, 2); the crop is `SEPARATOR` for
+        Per output token the (crop, token) pair whose offset and position it takes, (k, 2); the crop is `SEPARATOR` for
         a kept separator.
     embeddings
         Embedding, (d,), of those output tokens that are not simply their anchor's row, by output index.
@@ -239,18 +364,5 @@ def single_crop(
     *,
     tau_query: float = 0.02,
 ) -> EncodedImage:
-    """An image of one crop whose tokens fill the language model's rows one by one."""
-    n = len(projected)
-    return EncodedImage(
-        crops=(
-            EncodedCrop(
-                vision=vision,
-                projected=projected,
-                grid=grid,
-                eligible=np.ones(n, dtype=np.bool_) if eligible is None else eligible,
-                places=np.arange(n, dtype=np.int64),
-            ),
-        ),
-        length=n,
-        tau_query=tau_query,
-    )
+    """An image of one crop whose tokens the language model is fed one by one."""
+    return EncodedImage.of(ImageLayout.raster(grid).with_eligible(eligible), vision, projected, tau_query)

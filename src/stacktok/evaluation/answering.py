@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from stacktok.core.record import CropSelection, Selection
+from stacktok.core.tokens import Reduction
 from stacktok.methods.base import Method
+from stacktok.models.pictures import check_picture, rgb
+from stacktok.models.prompt import plain_messages
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,10 @@ class PruningLog:
         beta, the mean over crops; None for a method without one.
     bound
         Share of steps at which the gate bound; None for a method without a gate.
+    query_rows, relevance_picks
+        Rows of the query, and steps decided by relevance, over all crops; None for a method without a record.
     selection_seconds
-        Time of the selection.
+        Time of the selection; where one run serves several budgets, that of the largest.
     """
 
     tokens_full: int
@@ -63,11 +67,30 @@ class PruningLog:
     tokens_per_layer: float
     strictness: float | None = None
     bound: float | None = None
+    query_rows: int | None = None
+    relevance_picks: int | None = None
     selection_seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)
+
+    @classmethod
+    def of(cls, full: int, reductions: Sequence[Reduction], per_layer: float) -> PruningLog:
+        """The log of a prompt of ``full`` visual tokens from what is left of its images."""
+        records = [record for reduction in reductions for record in _selections(reduction.record)]
+        steps = sum(record.k for record in records)
+        gate: dict[str, Any] = {}
+        if records:
+            gate = {
+                "strictness": round(sum(record.strictness for record in records) / len(records), 4),
+                "bound": round(sum(int(record.bound.sum()) for record in records) / steps, 4) if steps else None,
+                "query_rows": records[0].m,
+                "relevance_picks": sum(record.criterion.count("relevance") for record in records),
+            }
+        seconds = round(sum(reduction.seconds for reduction in reductions), 6)
+        tokens = sum(reduction.tokens for reduction in reductions)
+        return cls(full, tokens, per_layer, **gate, selection_seconds=seconds)
 
 
 @dataclass(frozen=True)
@@ -93,25 +116,14 @@ class Answerer:
     """
 
     def __init__(self, pretrained: str, *, dtype: str = "auto", device: str | None = None) -> None:
-        from transformers import AutoConfig, AutoModelForImageTextToText
-
-        from stacktok.models.base import supported
-        from stacktok.models.processor import load_processor
+        from stacktok.models.loading import load_model
 
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         try:
-            config = AutoConfig.from_pretrained(pretrained)
-            if config.model_type not in supported():
-                raise ValueError(f"its model type {config.model_type!r} is not among {', '.join(supported())}")
-            self.processor = load_processor(pretrained, config.model_type)
-            kind = "auto" if dtype == "auto" else getattr(torch, dtype)
-            model: Any = AutoModelForImageTextToText.from_pretrained(pretrained, dtype=kind)
-        except (OSError, ValueError, KeyError) as error:
-            first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            where = "" if Path(pretrained).exists() else "; it is no folder here, nor to be had from the hub"
-            raise ValueError(f"pretrained {pretrained!r} cannot be loaded: {first}{where}") from None
-        self.model: Any = model.to(device).eval()
-        self.processor.tokenizer.padding_side = "left"
+            model, self.processor = load_model(pretrained, "auto" if dtype == "auto" else getattr(torch, dtype))
+        except ValueError as error:
+            raise ValueError(f"pretrained {pretrained!r} cannot be loaded: {error}") from None
+        self.model: Any = model.to(device)
         self._run: Any = None
 
     @contextmanager
@@ -136,11 +148,17 @@ class Answerer:
             Arguments of ``generate``.
         """
         texts = [
-            self.processor.apply_chat_template(list(prompt.messages), tokenize=False, add_generation_prompt=True)
+            self.processor.apply_chat_template(
+                plain_messages(prompt.messages, self.processor), tokenize=False, add_generation_prompt=True
+            )
             for prompt in prompts
         ]
-        images = [image.convert("RGB") for prompt in prompts for image in prompt.images]
-        inputs = self.processor(images=images or None, text=texts, return_tensors="pt", padding=True)
+        # Some processors want the images of every prompt in a list of their own; none minds.
+        images = [[rgb(image) for image in prompt.images] for prompt in prompts]
+        for image in (image for own in images for image in own):
+            check_picture(image.width, image.height)
+        given = images if any(images) else None
+        inputs = self.processor(images=given, text=texts, return_tensors="pt", padding=True)
         parameter = next(self.model.parameters())
         inputs = inputs.to(parameter.device, parameter.dtype)
         output = self.model.generate(**inputs, **generation)
@@ -161,18 +179,8 @@ class Answerer:
             if not own:
                 logs.append(PruningLog(count, count, float(count)))
                 continue
-            records = [record for result in own for record in _selections(result.selection)]
-            steps = sum(record.k for record in records)
-            logs.append(
-                PruningLog(
-                    count,
-                    sum(result.reduction.tokens for result in own),
-                    sum(result.average for result in own),
-                    sum(record.strictness for record in records) / len(records) if records else None,
-                    sum(int(record.bound.sum()) for record in records) / steps if steps else None,
-                    sum(result.seconds for result in own),
-                )
-            )
+            reductions = [result.reduction.timed(result.seconds) for result in own]
+            logs.append(PruningLog.of(count, reductions, sum(result.average for result in own)))
         return logs
 
 

@@ -32,16 +32,18 @@ class Table:
 
 def to_markdown(tables: Sequence[Table]) -> str:
     """The tables as GitHub-flavoured Markdown."""
-    parts = []
-    for table in tables:
-        lines = [f"## {table.title}", "", _pipes(table.header), _pipes(["---"] * len(table.header))]
-        for number, row in enumerate(table.rows):
-            if len(row) == 1:
-                lines.append(_pipes([f"*{row[0]}*", *[""] * (len(table.header) - 1)]))
-                continue
-            lines.append(_pipes([f"**{t}**" if (number, c) in table.bold else t for c, t in enumerate(row)]))
-        parts.append("\n".join([*lines, *(f"\n{note}" for note in table.notes)]))
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(f"## {table.title}\n\n{markdown_body(table)}" for table in tables) + "\n"
+
+
+def markdown_body(table: Table) -> str:
+    """A table and its notes without the title."""
+    lines = [_pipes(table.header), _pipes(["---"] * len(table.header))]
+    for number, row in enumerate(table.rows):
+        if len(row) == 1:
+            lines.append(_pipes([f"*{row[0]}*", *[""] * (len(table.header) - 1)]))
+            continue
+        lines.append(_pipes([f"**{t}**" if (number, c) in table.bold else t for c, t in enumerate(row)]))
+    return "\n".join([*lines, *(f"\n{note}" for note in table.notes)])
 
 
 def _pipes(texts: Sequence[str]) -> str:

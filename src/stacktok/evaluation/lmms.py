@@ -17,7 +17,7 @@ import numpy as np
 from stacktok.evaluation.answering import Answerer
 from stacktok.evaluation.cells import Cell
 from stacktok.evaluation.lmms_plugin import require_lmms_eval
-from stacktok.evaluation.plan import SCENES, Plan, TaskPart
+from stacktok.evaluation.plan import Plan, TaskPart, is_scenes
 from stacktok.evaluation.scenes_task import task_name, write_task
 
 REPLICATES = 200
@@ -27,7 +27,7 @@ REPLICATES = 200
 def check_tasks(tasks: Iterable[TaskPart]) -> None:
     """Refuse tasks that the installed lmms-eval does not have."""
     require_lmms_eval()
-    named = [task for task in tasks if not task.task.startswith(SCENES)]
+    named = [task for task in tasks if not is_scenes(task.task)]
     if not named:
         return
     _quiet()
@@ -59,7 +59,7 @@ def run_cell(cell: Cell, answerer: Answerer, data: Path, device: str | None = No
     answerer
         Its model.
     data
-        Folder for the files of ``scenes/`` tasks.
+        Folder for the files of tasks on scenes.
     device
         As given by the user.
     """
@@ -72,9 +72,10 @@ def run_cell(cell: Cell, answerer: Answerer, data: Path, device: str | None = No
 
     settings, name = cell.settings, cell.task.task
     model = StackTokModel.around(answerer, cell.build_method(), settings["batch_size"], device)
-    if name.startswith(SCENES):
+    model.required_field = cell.task.group
+    if is_scenes(name):
         if model.rank == 0:
-            write_task(data, name, settings["scenes"])
+            write_task(data, name, settings["scenes"], settings["style"])
         _barrier(model)
         name = task_name(name)
         manager = TaskManager("ERROR", include_path=str(data), include_defaults=False)
@@ -113,7 +114,8 @@ def run_cell(cell: Cell, answerer: Answerer, data: Path, device: str | None = No
         task = get_task_dict([name], manager)[name]
         ordered = [samples[number] for number in sorted(samples)]
         replicates = replicate_scores(task, cell.task, ordered, [row["group"] for row in rows], arguments)
-    return {"metrics": metrics, "score": score, "items": rows, "replicates": replicates}
+    columns = {name: [row.get(name) for row in rows] for name in rows[0]}
+    return {"metrics": metrics, "score": score, "items": columns, "replicates": replicates}
 
 
 def is_mean(rows: Sequence[dict[str, Any]], score: float, scale: float) -> bool:
@@ -192,7 +194,8 @@ def _row(part: TaskPart, number: int, sample: dict[str, Any], log: dict[str, Any
     group = sample["doc"].get(part.group) if part.group else None
     if group is not None and not isinstance(group, (str, int)):
         group = str(group)
-    return {"id": number, "group": group, "score": _item_score(values), **facts}
+    column = {} if part.by is None else {part.by: sample["doc"].get(part.by)}
+    return {"id": number, "group": group, **column, "score": _item_score(values), **facts}
 
 
 def _item_score(values: Sequence[Any]) -> float | None:

@@ -94,6 +94,7 @@ class StackTokModel(lmms):  # type: ignore[misc]
         self.method, self.batch_size_per_gpu = method, batch_size
         self._log = f"{log}.{self._rank}" if log is not None and self._rank else log
         self.samples: dict[tuple[str, int], dict[str, Any]] = {}
+        self.required_field: str | None = None
 
     @property
     def batch_size(self) -> int:
@@ -141,7 +142,12 @@ class StackTokModel(lmms):  # type: ignore[misc]
         prompts = []
         for request in requests:
             _, to_messages, _, doc_id, task, split = request.args
-            chat = ChatMessages(messages=to_messages(self.task_dict[task][split][doc_id]))
+            document = self.task_dict[task][split][doc_id]
+            if self.required_field is not None and self.required_field not in document:
+                raise ValueError(
+                    f"group {self.required_field!r} is not a field of task {task!r}; give one of {', '.join(document)}"
+                )
+            chat = ChatMessages(messages=to_messages(document))
             images, videos, audios = chat.extract_media()
             if videos or audios:
                 raise ValueError(f"task {task!r} asks about video or audio; the model stacktok takes images")

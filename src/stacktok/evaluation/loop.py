@@ -15,9 +15,10 @@ import torch
 from transformers import DynamicCache
 
 from stacktok.core.tokens import EncodedImage, Reduction
-from stacktok.models.base import adapter_for
+from stacktok.models.base import EncoderCall
 from stacktok.models.query import word_ids
-from stacktok.runtime.compaction import Span, count_positions, gather_columns, gather_embeddings, lay_out
+from stacktok.models.registry import adapter_for
+from stacktok.runtime.compaction import Span, compact, count_positions
 from stacktok.runtime.tower import tapped_tower
 
 
@@ -61,34 +62,51 @@ class Loop:
         self.adapter = adapter_for(model)
         if self.adapter.mrope:
             raise ValueError(f"{self.adapter.family} has (t, h, w) positions, which this loop does not lay out")
+        told_by_prompt = self.adapter.group(model.config, [], processor) is not None
+        if told_by_prompt or self.adapter.text_separators or self.adapter.gathers_masks:
+            raise ValueError(
+                f"images of {self.adapter.family} cannot be laid out apart from their prompts, as this loop does; "
+                "set engine: lmms-eval in the plan"
+            )
         end = model.generation_config.eos_token_id
         self._end = torch.tensor([] if end is None else [end] if isinstance(end, int) else end, dtype=torch.long)
         self._pad = int(model.generation_config.pad_token_id or 0)
 
     @torch.inference_mode()
-    def encode(self, picture: Any) -> tuple[EncodedImage, torch.Tensor, dict[str, Any]]:
-        """A picture as the encoder leaves it: the image with the tower's attention, unpruned rows, image inputs."""
+    def encode(self, picture: Any) -> tuple[EncodedImage, torch.Tensor]:
+        """A picture as the encoder leaves it: the image with the tower's attention, and its unpruned rows."""
         inputs = self.processor.image_processor(images=picture, return_tensors="pt")
         arguments = {name: inputs[name] for name in ("pixel_values", "image_sizes") if name in inputs}
         with tapped_tower(self.adapter, self.model, None) as tower:
             output = self.model.get_image_features(**arguments, return_dict=True)
-        images = self.adapter.encode("image", output, arguments, self.model, self.processor)
-        reading = tower.take()
-        if reading is not None:
-            images = self.adapter.add_attention(images, reading, output, arguments, self.model)
-        return images[0], output.pooler_output[0], arguments
+        call = EncoderCall("image", output, output.pooler_output, arguments, self.model, self.processor)
+        (image,) = self.adapter.encode(call, tower.take())
+        return image, output.pooler_output[0]
 
     @torch.inference_mode()
-    def prompt(self, picture: Any, encoded: tuple[EncodedImage, torch.Tensor, dict[str, Any]], text: str) -> Prompt:
+    def prompt(self, picture: Any, encoded: tuple[EncodedImage, torch.Tensor], text: str) -> Prompt:
         """A user's question about an encoded picture, through the chat template."""
         content = [{"type": "image"}, {"type": "text", "text": text}]
         rendered = self.processor.apply_chat_template(
             [{"role": "user", "content": content}], add_generation_prompt=True
         )
         ids = self.processor(images=picture, text=rendered, return_tensors="pt")["input_ids"][0]
+        return Prompt(ids, encoded[0], encoded[1], self.query(text))
+
+    @torch.inference_mode()
+    def query(self, text: str) -> torch.Tensor:
+        """Input embeddings of a question's tokens, (m, d)."""
         words = word_ids(self.processor.tokenizer, self.adapter.query_words(text))
-        query = self.model.get_input_embeddings()(torch.tensor(words, dtype=torch.long))
-        return Prompt(ids, encoded[0], encoded[1], query)
+        query: torch.Tensor = self.model.get_input_embeddings()(torch.tensor(words, dtype=torch.long))
+        return query
+
+    @torch.inference_mode()
+    def vocabulary(self) -> torch.Tensor:
+        """Input embeddings of all words, special tokens left out, (V, d)."""
+        special = set(self.processor.tokenizer.all_special_ids) | {self.model.config.image_token_id}
+        ids = sorted(set(self.processor.tokenizer.get_vocab().values()) - special)
+        words: torch.Tensor = self.model.get_input_embeddings()(torch.tensor(ids))
+        return words
 
     @torch.inference_mode()
     def answers(
@@ -122,13 +140,15 @@ class Loop:
             own[columns] = prompt.rows
             embeds[row, start:] = own
             spans.append([] if reduction is None else [Span(columns.numpy() + start, prompt.image, reduction)])
-        layout = lay_out(valid, spans)
-        mask = layout.valid.long()
-        place = count_positions(layout.valid)
+        kept, made = compact(valid, spans)
+        mask = kept.valid.long()
+        place = count_positions(kept.valid)
         if positions == "kept":
-            place = gather_columns(count_positions(torch.from_numpy(valid)), layout)
+            place = kept.gather(count_positions(torch.from_numpy(valid)))
         cache, answers, done = DynamicCache(), [], torch.zeros(len(prompts), dtype=torch.bool)
-        step, at = gather_embeddings(embeds, layout), place
+        step, at = kept.gather(embeds), place
+        for row, token, embedding in made:
+            step[row, token] = embedding.to(step)
         for _ in range(self.max_new_tokens):
             output = language_model(
                 inputs_embeds=step, attention_mask=mask, position_ids=at, past_key_values=cache, use_cache=True

@@ -9,7 +9,7 @@ from stacktok.core.budget import Budget
 from stacktok.evaluation.formats import Table
 from stacktok.evaluation.plan import FULL
 from stacktok.evaluation.scalarization import BEST, Best, best_scalarization
-from stacktok.evaluation.statistics import Comparison, Interval
+from stacktok.evaluation.statistics import SMALLEST_BOOTSTRAP, SMALLEST_TEST, Comparison, Interval
 from stacktok.evaluation.tables import (
     Measured,
     Row,
@@ -41,13 +41,13 @@ def build_report(
     dev
         Results on other items, on which the coefficient of fixed scalarization is chosen.
     """
-    tables = [score_table(study, model.name, paper=paper) for study in studies for model in study.plan.models]
+    tables = [score_table(study, model, paper=paper) for study in studies for model in study.models]
     cross = cross_model_table(studies, paper=paper)
     if cross is not None:
         tables.append(cross)
     for study in studies:
-        for model in study.plan.models:
-            tables += scalarization_tables(study, model.name, dev, paper=paper)
+        for model in study.models:
+            tables += scalarization_tables(study, model, dev, paper=paper)
     if baseline is not None:
         tables += [comparison_table(study, baseline) for study in studies]
     return tables
@@ -55,7 +55,7 @@ def build_report(
 
 def score_table(study: Study, model: str, *, paper: bool = True) -> Table:
     """Table 1 for one model: method rows by budget, benchmark columns, relative retention."""
-    names = [task.name for task in study.plan.tasks]
+    names = study.names
     dagger = "" if study.plan.averaged is None else "†"
     rows: list[tuple[str, ...]] = []
     bold: set[tuple[int, int]] = set()
@@ -79,12 +79,14 @@ def score_table(study: Study, model: str, *, paper: bool = True) -> Table:
                 rows.append((f"{TUNED}‡ (paper)", *(_number(printed.get(name)) for name in [*names, None])))
     notes = [
         "Scores with 95 % bootstrap intervals over items (clusters of items where the benchmark has them); "
-        f"Avg.{dagger} is the mean over {', '.join(study.plan.columns)} of the score over that of all tokens, in %."
+        f"Avg.{dagger} is the mean over {', '.join(study.columns)} of the score over that of all tokens, in %."
     ]
-    if any(row.average is not None and math.isnan(row.average.low) for row in study.rows if row.model == model):
+    notes.append("Bold: the highest value of a column at that budget; a tie is not marked.")
+    bare = [row for row in study.rows if row.model == model and _without_interval(row)]
+    if bare:
         notes.append(
-            "An average without an interval contains a score that cannot be resampled, or one whose unpruned value "
-            "is 0 in some resample (too few items)."
+            f"No interval is given for fewer than {SMALLEST_BOOTSTRAP} independent items (clusters), for items that "
+            "all score the same, for scores that cannot be resampled, or where the unpruned score is 0 in a resample."
         )
     if study.missing:
         notes.append(f"{study.missing} cells of the plan have not been run.")
@@ -99,7 +101,7 @@ def score_table(study: Study, model: str, *, paper: bool = True) -> Table:
 
 def cross_model_table(studies: Sequence[Study], *, paper: bool = True) -> Table | None:
     """Table 3: retention of every method on every model, its budgets as a / b / c; None for fewer than two models."""
-    columns = [(study, model.name) for study in studies for model in study.plan.models]
+    columns = [(study, model) for study in studies for model in study.models]
     if len(columns) < 2:
         return None
     methods = list(dict.fromkeys(row.method for study in studies for row in study.rows if row.method != FULL))
@@ -179,33 +181,42 @@ def comparison_table(study: Study, baseline: str) -> Table:
             str(entry.budget),
             entry.method,
             entry.benchmark or "Avg.",
-            _signed(entry.comparison.difference),
-            f"{entry.comparison.p_value:.4f}",
-            _verdict(entry.comparison),
+            entry.comparison.difference.text("+"),
+            _p_value(entry.corrected),
+            _verdict(entry.comparison, entry.corrected),
         )
         for entry in found
     )
     return Table(
         f"Against {baseline} ({study.plan.name})",
-        ("Model", "Budget", "Method", "Benchmark", "Difference [95 %]", "p", "Reading"),
+        ("Model", "Budget", "Method", "Benchmark", "Difference [95 %]", "p (Holm)", "Reading"),
         rows,
         notes=(
-            "Paired over the same items. Scores that are means: sign-flip permutation test; others and Avg.: "
-            "bootstrap. Not corrected for the number of comparisons.",
+            "Paired over the same items, or clusters of items where the benchmark has them. Scores that are means: "
+            f"sign-flip permutation test, exact for few items, from {SMALLEST_TEST} items. Others and Avg.: bootstrap, "
+            f"from {SMALLEST_BOOTSTRAP} items in every benchmark, as are intervals. P-values are corrected by "
+            "Holm's rule for the number of budgets.",
         ),
     )
 
 
-def _verdict(comparison: Comparison) -> str:
-    if comparison.p_value >= 0.05:
+def _verdict(comparison: Comparison, p_value: float) -> str:
+    if not comparison.decidable:
+        return f"too few items ({comparison.units}; {comparison.smallest} needed)"
+    if p_value >= 0.05:
         return "within noise"
     return "better" if comparison.difference.estimate > 0 else "worse"
+
+
+def _p_value(value: float) -> str:
+    return MISSING if math.isnan(value) else f"{value:.4f}"
 
 
 def _difference(comparison: Comparison | None) -> str:
     if comparison is None:
         return MISSING
-    return f"{_signed(comparison.difference)}, p {comparison.p_value:.4f}, {_verdict(comparison)}"
+    p_value = comparison.p_value
+    return f"{comparison.difference.text('+')}, p {_p_value(p_value)}, {_verdict(comparison, p_value)}"
 
 
 def _budgets(study: Study, model: str) -> list[Budget | None]:
@@ -213,7 +224,7 @@ def _budgets(study: Study, model: str) -> list[Budget | None]:
 
 
 def _best(group: Sequence[Row], names: Sequence[str], first: int) -> set[tuple[int, int]]:
-    """Places of the highest value of every column, where more than one method has one."""
+    """Places of the highest value of every column as printed, where several methods have one and no two share it."""
     found = set()
     for column, name in enumerate([*names, None], start=1):
         values = {}
@@ -221,9 +232,10 @@ def _best(group: Sequence[Row], names: Sequence[str], first: int) -> set[tuple[i
             cell = row.cells.get(name) if name is not None else None
             value = (row.average.estimate if row.average else None) if name is None else cell.score if cell else None
             if value is not None:
-                values[first + offset] = value
-        if len(values) > 1:
-            found |= {(row, column) for row, value in values.items() if value == max(values.values())}
+                values[first + offset] = round(value, 2)
+        highest = [row for row, value in values.items() if value == max(values.values())]
+        if len(values) > 1 and len(highest) == 1:
+            found.add((highest[0], column))
     return found
 
 
@@ -235,17 +247,16 @@ def _score(measured: Measured | None) -> str:
 
 
 def _average(interval: Interval | None) -> str:
-    if interval is None:
-        return MISSING
-    return f"{interval.estimate:.2f}" if math.isnan(interval.low) else str(interval)
+    return MISSING if interval is None else str(interval)
+
+
+def _without_interval(row: Row) -> bool:
+    scores = any(cell.interval() is None for cell in row.cells.values())
+    return scores or (row.method != FULL and row.average is not None and not row.average.known)
 
 
 def _short(interval: Interval | None) -> str:
     return MISSING if interval is None else f"{interval.estimate:.2f}"
-
-
-def _signed(interval: Interval) -> str:
-    return f"{interval.estimate:+.2f} [{interval.low:+.2f}, {interval.high:+.2f}]"
 
 
 def _number(value: float | None) -> str:

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from stacktok import embedded
-from stacktok.evaluation.cells import Cell, Results, cells_of, installed_version
+from stacktok.evaluation.cells import Cell, Outcome, Results, cells_of, installed_version
 from stacktok.evaluation.plan import Plan, parse_plan
 
 WORKER = "stacktok.evaluation.worker"
@@ -39,17 +40,20 @@ class Progress:
     ----------
     total, done, skipped
         Cells of the plan; those finished now; those that were there before.
+    part
+        What has been measured of cells that are not finished, in cells.
     """
 
     total: int
     done: int = 0
     skipped: int = 0
+    part: float = 0.0
     _begin: float = field(default_factory=time.monotonic)
 
     def seconds_left(self) -> float | None:
-        """Time left, by the cells done so far; None before the first."""
-        left = self.total - self.done - self.skipped
-        return None if not self.done else (time.monotonic() - self._begin) / self.done * left
+        """Time left, by the work done so far; None before any."""
+        work = self.done + self.part
+        return None if not work else (time.monotonic() - self._begin) / work * (self.total - self.skipped - work)
 
     def __str__(self) -> str:
         left = self.seconds_left()
@@ -58,7 +62,7 @@ class Progress:
 
 
 Report = Callable[[Progress, str], None]
-RunCell = Callable[[Cell], "dict[str, Any] | None"]
+Tick = Callable[[float, str], None]
 
 
 def run_plan(
@@ -91,7 +95,7 @@ def run_plan(
     keep_going
         Go on with the other cells when one fails.
     report
-        Told of every change.
+        Callback, called on every change.
     """
     if processes < 1:
         raise ValueError(f"processes={processes} must be at least 1")
@@ -106,15 +110,21 @@ def run_plan(
     todo = [cell for cell in cells if not results.finished(cell)]
     progress = Progress(len(cells), skipped=len(cells) - len(todo))
     report(progress, "")
-    data = results.folder / "data"
+    data, journal = results.folder / "data", results.folder / "journal.jsonl"
+
+    def tick(part: float, text: str) -> None:
+        progress.part += part
+        if text:
+            report(progress, text)
+
     if ray is not None:
         from stacktok.evaluation.scale import over_ray
 
         finished = over_ray(plan, todo, address=ray, device=device, gpus=gpus)
     elif processes > 1:
-        finished = _each(todo, lambda cell: _over_torchrun(plan, cell, data, device, processes), progress, report)
+        finished = each(todo, lambda cell: _over_torchrun(plan, cell, data, device, processes), tick)
     else:
-        finished = _each(todo, LocalRunner(data, device), progress, report)
+        finished = LocalRunner(data, device, journal)(todo, tick)
     failed: list[str] = []
     for cell, result, error in finished:
         if result is None:
@@ -124,17 +134,18 @@ def run_plan(
             continue
         results.write(cell, result)
         progress.done += 1
+        progress.part = max(0.0, progress.part - 1)
         report(progress, f"{cell}: {result['score']:.2f}")
     if failed:
         raise CellError(f"{len(failed)} of {len(cells)} cells failed; the first: {failed[0]}")
+    journal.unlink(missing_ok=True)
     return results
 
 
-def _each(
-    cells: Sequence[Cell], run: RunCell, progress: Progress, report: Report
-) -> Iterator[tuple[Cell, dict[str, Any] | None, BaseException | None]]:
+def each(cells: Sequence[Cell], run: Callable[[Cell], dict[str, Any] | None], tick: Tick) -> Iterator[Outcome]:
+    """Run cells one by one."""
     for cell in cells:
-        report(progress, f"{cell} ...")
+        tick(0, f"{cell} ...")
         try:
             yield cell, run(cell), None
         except Exception as error:  # one cell's failure is that cell's, whatever it is
@@ -147,20 +158,48 @@ class LocalRunner:
     Parameters
     ----------
     data
-        Folder for the files of ``scenes/`` tasks.
+        Folder for the files of tasks on scenes.
     device
         Where models run.
+    journal
+        File for what the engine loop has measured of unfinished cells; None keeps nothing.
     """
 
-    def __init__(self, data: Path, device: str | None = None) -> None:
-        self.data, self.device = data, device
+    def __init__(self, data: Path, device: str | None = None, journal: Path | None = None) -> None:
+        self.data, self.device, self.journal = data, device, journal
         self._loaded: tuple[Any, Any] | None = None
 
-    def __call__(self, cell: Cell) -> dict[str, Any] | None:
-        """The result of a cell: metrics, score, per-item rows, replicates, and how it was obtained.
+    def __call__(self, cells: Sequence[Cell], tick: Tick = lambda part, text: None) -> Iterator[Outcome]:
+        """The results of cells: metrics, score, columns of items, replicates, and how they were obtained.
 
-        None on all processes of torchrun but the first.
+        A result is None on all processes of torchrun but the first.
         """
+        for (_, name), alike in groupby(cells, key=lambda cell: (cell.model.name, cell.settings["engine"]["name"])):
+            batch = list(alike)
+            if name == "lmms-eval":
+                yield from each(batch, self._run_cell, tick)
+                continue
+            try:
+                from stacktok.evaluation.scenes_loop import Journal, run_cells
+
+                answerer = self._answerer(batch[0])
+                for cell, result, error in run_cells(batch, answerer, Journal(self.journal), tick):
+                    yield cell, None if result is None else {**result, **_provenance(answerer)}, error
+            except Exception as error:  # such as a checkpoint that cannot be loaded
+                for cell in batch:
+                    yield cell, None, error
+
+    def _run_cell(self, cell: Cell) -> dict[str, Any] | None:
+        from stacktok.evaluation import lmms
+
+        answerer = self._answerer(cell)
+        begin = time.perf_counter()
+        result = lmms.run_cell(cell, answerer, self.data, self.device)
+        if result is None:
+            return None
+        return {**result, "seconds": time.perf_counter() - begin, **_provenance(answerer)}
+
+    def _answerer(self, cell: Cell) -> Any:
         settings = cell.settings
         which = (settings["pretrained"], settings["checkpoint"], settings["dtype"])
         if self._loaded is None or self._loaded[0] != which:
@@ -174,19 +213,7 @@ class LocalRunner:
 
                 device = own_device(self.device)
             self._loaded = which, Answerer(path, dtype=settings["dtype"], device=device)
-        answerer = self._loaded[1]
-        begin = time.perf_counter()
-        if settings["engine"]["name"] == "loop":
-            from stacktok.evaluation import scenes_loop
-
-            result: dict[str, Any] | None = scenes_loop.run_cell(cell, answerer, self.data)
-        else:
-            from stacktok.evaluation import lmms
-
-            result = lmms.run_cell(cell, answerer, self.data, self.device)
-        if result is None:
-            return None
-        return {**result, "seconds": time.perf_counter() - begin, **_provenance(answerer)}
+        return self._loaded[1]
 
 
 def _provenance(answerer: Any) -> dict[str, Any]:
@@ -221,7 +248,7 @@ def _over_torchrun(plan: Plan, cell: Cell, data: Path, device: str | None, proce
 
 
 def find_cell(plan_values: dict[str, Any], key: str) -> Cell:
-    """The cell of a key, made anew from its plan, as a worker on another machine does."""
+    """The cell of a key, made again from its plan, as a worker on another machine does."""
     for cell in cells_of(parse_plan(plan_values)):
         if cell.key == key:
             return cell

@@ -7,20 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from stacktok.evaluation.cells import Cell
+from stacktok.evaluation.cells import Cell, Outcome
 from stacktok.evaluation.plan import Plan
 from stacktok.evaluation.run import RETRIES, LocalRunner, find_cell
-
-Outcome = tuple[Cell, "dict[str, Any] | None", "BaseException | None"]
 
 
 def run_on_worker(plan: dict[str, Any], key: str, device: str | None) -> dict[str, Any]:
     """Run one cell in a Ray worker; its files are its own."""
     cell = find_cell(plan, key)
     with tempfile.TemporaryDirectory() as folder:
-        result = LocalRunner(Path(folder), device)(cell)
+        ((_, result, error),) = LocalRunner(Path(folder), device)([cell])
     if result is None:
-        raise ValueError("a cell on Ray gave no result; start it outside torchrun")
+        raise error or ValueError("a cell on Ray gave no result; start it outside torchrun")
     return result
 
 

@@ -1,11 +1,8 @@
-"""The embedded model's own tasks: scenes of the test split as files that lmms-eval and the own loop both read."""
+"""The embedded model's own tasks: scenes of the test split as files that lmms-eval reads."""
 
 from __future__ import annotations
 
-import io
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +27,6 @@ def process_results(doc, results):
 '''
 
 
-@dataclass(frozen=True)
-class Item:
-    """One question on one scene; items of a scene share a group."""
-
-    id: str
-    image: Any
-    question: str
-    answer: str
-    group: int
-
-
 def right(given: str, answer: str) -> float:
     """1 for the exact answer, else 0."""
     return float(given.strip() == answer)
@@ -48,18 +34,17 @@ def right(given: str, answer: str) -> float:
 
 def open_picture(data: bytes) -> Any:
     """The picture in a parquet cell."""
-    from PIL import Image
+    from stacktok.models.pictures import read_picture
 
-    with Image.open(io.BytesIO(data)) as image:
-        return image.convert("RGB")
+    return read_picture(data)
 
 
 def task_name(task: str) -> str:
-    """Name of a ``scenes/FAMILY`` task in lmms-eval."""
-    return "stacktok_scenes_" + task.removeprefix(SCENES).replace("-", "_")
+    """Name of a task on scenes in lmms-eval."""
+    return "stacktok_" + task.replace("/", "_").replace("-", "_")
 
 
-def write_task(folder: Path, task: str, scenes: int) -> Path:
+def write_task(folder: Path, task: str, scenes: int, style: str = "standard") -> Path:
     """Write a task's parquet file and its description for lmms-eval; a file that is there is taken as it is.
 
     Parameters
@@ -67,24 +52,25 @@ def write_task(folder: Path, task: str, scenes: int) -> Path:
     folder
         Where to write.
     task
-        ``scenes/FAMILY``.
-    scenes
-        Scenes from the start of the test split.
+        ``scenes`` or ``scenes/FAMILY``.
+    scenes, style
+        How many scenes from the start of the test split, and of which style.
 
     Returns
     -------
     Path
         The parquet file.
     """
-    family, name = task.removeprefix(SCENES), task_name(task)
+    family, name = task.removeprefix(SCENES).removeprefix("/"), task_name(task)
     folder.mkdir(parents=True, exist_ok=True)
-    everything = folder / f"scenes-{scenes}.parquet"
-    own = folder / f"{name}-{scenes}.parquet"
+    everything = folder / f"{task_name(SCENES)}-{style}-{scenes}.parquet"
+    own = folder / f"{name}-{style}-{scenes}.parquet"
     if not everything.is_file():
-        from stacktok.scenes import seed_for, write_parquet
+        from stacktok.scenes import DETAIL, STANDARD, seed_for, write_parquet
 
         part = folder / f"scenes.{os.getpid()}.part"
-        write_parquet(part, (seed_for("test", index) for index in range(scenes)))
+        chosen = {"standard": STANDARD, "detail": DETAIL}[style]
+        write_parquet(part, (seed_for("test", index) for index in range(scenes)), style=chosen)
         part.replace(everything)
     if not own.is_file():
         import pyarrow.compute as pc
@@ -122,13 +108,3 @@ def write_task(folder: Path, task: str, scenes: int) -> Path:
         part.write_text(text, encoding="utf-8")
         part.replace(folder / file)
     return own
-
-
-def read_items(parquet: Path, limit: int | None = None) -> Iterator[Item]:
-    """The questions of a task, in order."""
-    import pyarrow.parquet as pq
-
-    for row in pq.read_table(parquet).slice(0, limit).to_pylist():
-        yield Item(
-            row["question_id"], open_picture(row["image"]["bytes"]), row["question"], row["answer"], row["scene_seed"]
-        )

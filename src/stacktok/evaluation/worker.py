@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from stacktok.evaluation.cells import write_whole
 from stacktok.evaluation.run import LocalRunner, find_cell
@@ -26,7 +25,9 @@ def main(order: Path, answer: Path) -> None:
     values = json.loads(order.read_text(encoding="utf-8"))
     try:
         cell = find_cell(values["plan"], values["key"])
-        result: dict[str, Any] | None = LocalRunner(Path(values["data"]), values["device"])(cell)
+        ((_, result, failed),) = LocalRunner(Path(values["data"]), values["device"])([cell])
+        if failed is not None:
+            raise failed
     except Exception as error:
         # The death of another process reaches this one as a broken connection; whoever started them tries again.
         if not lost_a_process(error):

@@ -187,7 +187,8 @@ def tile_layout(processor: Any, size: tuple[int, int], crops: int) -> tuple[int,
         return None
     from transformers.image_processing_utils import select_best_resolution
 
-    side = processor.image_processor.crop_size["height"]
+    worker = processor.image_processor
+    side = (worker.crop_size or worker.size)["height"]
     height, width = select_best_resolution(size, pinpoints)
     rows, columns = height // side, width // side
     return (rows, columns) if rows * columns == crops - 1 else None

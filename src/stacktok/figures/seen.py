@@ -32,12 +32,22 @@ def seen_pictures(image: Image.Image, encoded: EncodedImage, pixels: torch.Tenso
         views = pixels.reshape(-1, *pixels.shape[-3:])
     elif pixels.ndim == 2:
         views = _joined(pixels, encoded, worker)
-    if views is not None and len(views) >= len(encoded.crops):
-        return [_shrunk(_picture(view.float().cpu(), worker)) for view in views[: len(encoded.crops)]]
-    # Nothing is known of the cutting; the grid lies on the whole picture.
-    rows, columns = encoded.crops[0].grid
+    if views is None or len(views) < len(encoded.crops):
+        known = 0
+    else:
+        # Views of zeros fill a batch up. Of more views than crops all but the first became one canvas.
+        used = int((views.flatten(1).abs().amax(1) > 0).sum())
+        known = len(encoded.crops) if used <= len(encoded.crops) else 1
+    seen = [_shrunk(_picture(view.float().cpu(), worker)) for view in (() if views is None else views[:known])]
+    # The grid of a canvas, or of a picture whose cutting is not known, lies on the whole picture.
+    return seen + [_whole(image, crop.grid) for crop in encoded.crops[known:]]
+
+
+def _whole(image: Image.Image, grid: tuple[int, int]) -> Image.Image:
+    """The whole picture, as large as a grid of tokens wants it."""
+    rows, columns = grid
     scale = max(1, min(28, _LARGEST // max(rows, columns)))
-    return [image.resize((columns * scale, rows * scale), Image.Resampling.BICUBIC)] * len(encoded.crops)
+    return image.resize((columns * scale, rows * scale), Image.Resampling.BICUBIC)
 
 
 def _joined(patches: torch.Tensor, encoded: EncodedImage, worker: Any) -> torch.Tensor | None:

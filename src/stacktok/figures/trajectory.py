@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from stacktok.core.affinity import Affinity
-from stacktok.core.coverage import gain_sums, row_thresholds
 from stacktok.core.inputs import Mask
 from stacktok.core.record import CropSelection, Selection
+from stacktok.core.reference import gain_sums, row_thresholds
 from stacktok.figures.kept import COVERAGE, OTHER, RELEVANCE
 
 if TYPE_CHECKING:

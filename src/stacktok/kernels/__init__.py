@@ -1,27 +1,27 @@
-"""Backends: ways to run the same selection, with identical results on the same affinities.
+"""Kernels: functions from arrays to arrays, which know nothing of the rest of the package.
 
-A backend is a module-level object that satisfies `Backend`. A GPU kernel would be one more file here: it would walk
-on matrices in device memory, given the targets that `stacktok.core` computes for every backend.
+A backend offers `precompute`, `greedy` and `refine` as in `stacktok.kernels.cpu`; on the same affinities every backend
+returns the same bits. `stacktok.core.reference` is the one to read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stacktok.core.affinity import Affinity
-from stacktok.core.inputs import Mask
+Matrix = NDArray[np.floating]
+"""Non-negative affinities on a grid that makes float64 sums exact; host memory, C order, float32 or float64."""
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 
 
 class Rule(IntEnum):
-    """What scores the candidates of a step. The numbers are part of compiled code on disk: never renumber."""
+    """The rule that scores the candidates of a step. The numbers are part of compiled code: never renumber."""
 
     GATED = 0
     RELEVANCE = 1
@@ -30,100 +30,62 @@ class Rule(IntEnum):
 
 
 CRITERIA = ("relevance", "coverage", "scalarized", "fill")
-"""Names of the codes in `Walk.picks`."""
+"""Names of the codes in `Steps.criterion`."""
 
 
-class Walk(Protocol):
-    """A greedy selection in progress on one image: Algorithm 1, as far as it has been extended.
+class Problem(NamedTuple):
+    """A greedy run over one image or crop.
 
     Attributes
     ----------
-    length
-        Number of tokens, and of columns that are valid in ``picks`` (one more in ``sums``).
-    sums
-        m R(S_t) and n C(S_t), from t = 0 on, (2, ...).
-    picks
-        Tokens, the codes of their criteria, and 1 where the gate called for coverage, (3, ...).
+    state
+        Query-independent state of the backend, from its `precompute`.
+    query_affinity
+        A^qv, (m, n); m may be 0.
+    targets
+        n theta_t for t = 0..k-1, (k,): the run takes k steps, at most as many as tokens are eligible.
+    rule
+        The rule that scores the candidates.
+    depth
+        Kept tokens per query row that count towards relevance; None for all.
+    alpha
+        Weight of coverage under `Rule.SCALARIZED`.
     """
 
-    length: int
-    sums: Floats
-    picks: Ints
-
-    def extend(self, length: int, targets: Floats) -> None:
-        """Continue to ``length`` tokens; ``targets[t]`` is n theta_t, needed for every t < length."""
-
-
-class Backend(Protocol):
-    """One way to run the selection."""
-
-    name: str
-
-    def ground(self, vision_affinity: Affinity, eligible: Mask) -> Any:
-        """What no question changes, A^vv, (n, n), and the positions that may be kept, as suits this backend."""
-
-    def walk(
-        self,
-        ground: Any,
-        query_affinity: Affinity,
-        rule: Rule,
-        depth: int | None,
-        alpha: float,
-    ) -> Walk:
-        """Begin a selection with the empty set.
-
-        Parameters
-        ----------
-        ground
-            From `ground`.
-        query_affinity
-            A^qv, (m, n), on its grid.
-        rule
-            What scores the candidates.
-        depth
-            Tokens per query row that count; None for all.
-        alpha
-            Exchange rate of `Rule.SCALARIZED`.
-        """
-
-    def extend(self, walks: Sequence[Any], lengths: Sequence[int], targets: Sequence[Floats]) -> None:
-        """Continue several of this backend's walks, each as by `Walk.extend`: beside each other where that pays."""
-
-    def refine(
-        self,
-        vision_affinity: Affinity,
-        query_affinity: Affinity,
-        kept: Ints,
-        eligible: Mask,
-        depth: int | None,
-        target: float,
-        epsilon: float,
-        passes: int | None,
-    ) -> tuple[Ints, list[tuple[int, int, float, float]]]:
-        """Swap refinement, Eq. (swap).
-
-        Parameters
-        ----------
-        kept
-            Sorted indices of the retained set.
-        target
-            n theta_r, the support target at the set's size.
-        epsilon, passes
-            Smallest relative improvement; number of passes, None until one accepts nothing.
-
-        Returns
-        -------
-        tuple
-            Sorted indices after the swaps, and the swaps (out, into, J before, J after).
-        """
+    state: Any
+    query_affinity: Matrix
+    targets: Floats
+    rule: Rule
+    depth: int | None = 1
+    alpha: float = 0.0
 
 
-def get_backend(name: str) -> Backend:
-    """The backend of a checked name; "auto" is the compiled one."""
-    if name == "reference":
-        from stacktok.kernels.reference import REFERENCE
+class Steps(NamedTuple):
+    """The k steps of a greedy run.
 
-        return REFERENCE
-    from stacktok.kernels.cpu import CPU
+    Attributes
+    ----------
+    order
+        Tokens in order of selection, (k,).
+    criterion
+        What scored each pick, an index into `CRITERIA`, (k,).
+    bound
+        Whether the gate called for coverage, (k,).
+    relevance, coverage
+        m R(S_t) and n C(S_t) for t = 0..k, (k + 1,).
+    """
 
-    return CPU
+    order: Ints
+    criterion: Ints
+    bound: Mask
+    relevance: Floats
+    coverage: Floats
+
+
+class Swap(NamedTuple):
+    """An accepted exchange of swap refinement, with J = R + C before and after."""
+
+    out: int
+    into: int
+    before: float
+    after: float

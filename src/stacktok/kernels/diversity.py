@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from stacktok.core.inputs import Mask
-from stacktok.kernels import Ints
-from stacktok.kernels.compiled import Kernel
+from stacktok.kernels import Ints, Mask
+from stacktok.kernels.compiled import compiled
 
 
-@Kernel
+@compiled
 def _max_min(distance, candidates, order):  # type: ignore[no-untyped-def]
     n = distance.shape[0]
     nearest = np.full(n, np.inf, dtype=distance.dtype)

@@ -1,42 +1,58 @@
-"""Methods: what to keep of an encoded image. One file, one frozen dataclass each; no model library is known here."""
+"""Methods that decide what to keep of an image: one file, one frozen dataclass each; no model library is known here."""
 
 from __future__ import annotations
 
+from stacktok.core.tokens import EncodedCrop
 from stacktok.methods.average_pool import AveragePool
-from stacktok.methods.base import FeatureMethod, Method
+from stacktok.methods.base import FeatureMethod, Method, Prepared
 from stacktok.methods.cdpruner import CDPruner
+from stacktok.methods.choice import Choice, MergedTokens
+from stacktok.methods.crop_methods import MergeMethod, PickMethod, ScoreMethod
 from stacktok.methods.divprune import DivPrune
-from stacktok.methods.facts import Facts
+from stacktok.methods.evs import EVS
 from stacktok.methods.fastv import FastV
-from stacktok.methods.inside import LayerMethod
+from stacktok.methods.holov import HoloV
+from stacktok.methods.info import MethodInfo
+from stacktok.methods.layer_method import LayerMethod, LayerView
 from stacktok.methods.mmtok import MMTok
-from stacktok.methods.pick import Choice, PickMethod
 from stacktok.methods.random_tokens import RandomTokens
 from stacktok.methods.registry import available, method_class
 from stacktok.methods.rows import ABLATIONS, PAPER_BUDGETS, ablation, at_depth, paper_budgets
 from stacktok.methods.sparsevlm import SparseVLM
 from stacktok.methods.stacktok import StackTok
 from stacktok.methods.uniform_grid import UniformGrid
+from stacktok.methods.vidcom2 import VidCom2
 from stacktok.methods.visionzip import VisionZip
+from stacktok.methods.vispruner import VisPruner
 
 __all__ = [
     "ABLATIONS",
+    "EVS",
     "PAPER_BUDGETS",
     "AveragePool",
     "CDPruner",
     "Choice",
     "DivPrune",
-    "Facts",
+    "EncodedCrop",
     "FastV",
     "FeatureMethod",
+    "HoloV",
     "LayerMethod",
+    "LayerView",
     "MMTok",
+    "MergeMethod",
+    "MergedTokens",
     "Method",
+    "MethodInfo",
     "PickMethod",
+    "Prepared",
     "RandomTokens",
+    "ScoreMethod",
     "SparseVLM",
     "StackTok",
     "UniformGrid",
+    "VidCom2",
+    "VisPruner",
     "VisionZip",
     "ablation",
     "at_depth",

@@ -1,7 +1,7 @@
-"""What every method is: a frozen bag of parameters that can be attached to a model.
+"""The interfaces of methods: a frozen set of parameters that can be attached to a model.
 
-`FeatureMethod` is the stage before the language model: encoded images in, reductions out. A method that works inside
-the language model is another subclass of `Method`; the runtime asks a method for its stage, not for its name.
+A `FeatureMethod` works before the language model: encoded images in, reductions out. A method that works inside the
+language model is another subclass of `Method`; the runtime asks a method for its stage, not for its name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from stacktok.core.budget import Budget, budget_share
 from stacktok.core.tokens import EncodedImage, Reduction
-from stacktok.methods.facts import Facts
+from stacktok.methods.info import MethodInfo
 
 if TYPE_CHECKING:
     from stacktok.models.base import ModelAdapter
@@ -36,15 +36,43 @@ class Method(ABC):
     positions
         "compact" numbers the pruned sequence from 0, "kept" leaves every token its original position; None follows the
         model family: compact for Llama-type language models, kept for M-RoPE.
+
+    Attributes
+    ----------
+    stage
+        "before" or "inside" the language model.
+    query_aware
+        Whether the question has a say in what is kept.
+    merges
+        Whether output tokens may be made of several tokens.
+    reads_tower
+        Whether it needs the vision tower's attention, `EncodedCrop.attention`.
+    keeps_blank_rows
+        Whether tokens of a question's word that are nothing but a space are query rows too.
+    info
+        What tables say about it.
+    revision
+        Raised when results change under the same parameters, so that evaluations of older ones are run again.
     """
 
     stage: ClassVar[str]
-    facts: ClassVar[Facts] = Facts(name="unnamed", paper="", query_aware=False)
+    query_aware: ClassVar[bool] = False
+    merges: ClassVar[bool] = False
+    reads_tower: ClassVar[bool] = False
+    keeps_blank_rows: ClassVar[bool] = False
+    info: ClassVar[MethodInfo] = MethodInfo(name="unnamed", paper="")
+    revision: ClassVar[int] = 1
 
     budget: Budget | None = None
     positions: Positions | None = None
 
     def __post_init__(self) -> None:
+        first: object = self.budget
+        if isinstance(first, torch.nn.Module):
+            raise TypeError(
+                f"budget is a model ({type(first).__name__}); give the parameters first and then the model, as in "
+                f"{type(self).__name__}(budget=64)(model, processor)"
+            )
         if self.budget is not None:
             budget_share(self.budget)
         if self.positions not in (None, "compact", "kept"):
@@ -63,9 +91,40 @@ class Method(ABC):
         adapter
             How to talk to a model family that is not registered; see ``docs/add-a-model.md``.
         """
+        # The one import that points up: calling a method is the way into the runtime.
         from stacktok.runtime.attach import Attachment
 
         return Attachment(self, model, processor, adapter)
+
+
+class Prepared(ABC):
+    """An image with everything done that no question changes. Threads may share it.
+
+    Attributes
+    ----------
+    image
+        The encoded image.
+    """
+
+    def __init__(self, image: EncodedImage) -> None:
+        self.image = image
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes that it holds beyond the image's own features."""
+
+    @abstractmethod
+    def reduce(self, query: torch.Tensor | None, budget: Budget) -> Reduction:
+        """Reduce the image for one question.
+
+        Parameters
+        ----------
+        query
+            Input embeddings of the query's tokens, (m, d), on the image's device; None or m = 0 for no query.
+        budget
+            Tokens to keep.
+        """
 
 
 @dataclass(frozen=True)
@@ -78,45 +137,56 @@ class FeatureMethod(Method):
         Several images of a prompt share one budget, in place of one budget each.
     keep_newlines
         Keep the layout's separators of every line that still has tokens, on top of the budget (LLaVA-NeXT).
+    query_rows
+        The rows of a question that is read from the prompt: "words" embeds every word by itself, as published;
+        "prompt" takes the words' tokens as they stand in the prompt.
     """
 
     stage = "before"
 
     share_budget: bool = False
     keep_newlines: bool = False
+    query_rows: Literal["words", "prompt"] = "words"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.query_rows not in ("words", "prompt"):
+            raise ValueError(f"query_rows={self.query_rows!r} is not known; use 'words' or 'prompt'")
+        for name in ("share_budget", "keep_newlines"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}={getattr(self, name)!r} is not a bool; give True or False")
+
+    @property
+    def tower_signal(self) -> str | None:
+        """Which attention of the vision tower is read: "cls", "received", or None for CLS where the tower has one."""
+        return None
 
     @abstractmethod
-    def reduce(self, image: EncodedImage, query: torch.Tensor | None, budget: Budget) -> Reduction:
-        """Reduce one image.
+    def prepare(self, image: EncodedImage) -> Prepared:
+        """Do everything about an image that no question changes; each question then is a call of `Prepared.reduce`."""
 
-        Parameters
-        ----------
-        image
-            The encoded image.
-        query
-            Input embeddings of the query's tokens, (m, d), on the image's device; None or m = 0 for no query.
-        budget
-            Tokens to keep.
-        """
+    def reduce(self, image: EncodedImage, query: torch.Tensor | None, budget: Budget) -> Reduction:
+        """Reduce one image for one question; see `Prepared.reduce`."""
+        return self.prepare(image).reduce(query, budget)
 
     def reduce_shared(
-        self, images: Sequence[EncodedImage], query: torch.Tensor | None, budget: Budget
+        self, prepared: Sequence[Prepared], query: torch.Tensor | None, budget: Budget
     ) -> list[Reduction]:
         """Reduce the images of one prompt under one budget; only called where ``share_budget`` is set."""
         raise ValueError(f"{type(self).__name__} cannot share a budget between images; leave share_budget=False")
 
     def reduce_prompt(
-        self, images: Sequence[EncodedImage], query: torch.Tensor | None, budget: Budget
+        self, prepared: Sequence[Prepared], query: torch.Tensor | None, budget: Budget
     ) -> list[Reduction]:
         """Reduce all images of one prompt, timed."""
         begin = time.perf_counter()
-        if self.share_budget and len(images) > 1:
-            reductions = self.reduce_shared(images, query, budget)
-            seconds = (time.perf_counter() - begin) / len(images)
+        if self.share_budget and len(prepared) > 1:
+            reductions = self.reduce_shared(prepared, query, budget)
+            seconds = (time.perf_counter() - begin) / len(prepared)
             return [reduction.timed(seconds) for reduction in reductions]
         reductions = []
-        for image in images:
-            reduction = self.reduce(image, query, budget)
+        for image in prepared:
+            reduction = image.reduce(query, budget)
             end = time.perf_counter()
             reductions.append(reduction.timed(end - begin))
             begin = end

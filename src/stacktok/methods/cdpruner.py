@@ -2,76 +2,126 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from stacktok.core.affinity import row_norms
+from stacktok.core.budget import Budget
 from stacktok.core.inputs import Mask
-from stacktok.core.tokens import EncodedCrop, Ints
-from stacktok.methods.facts import Facts
-from stacktok.methods.pick import Choice, PickMethod
+from stacktok.core.tokens import EncodedCrop, EncodedImage, Ints, Reduction
+from stacktok.methods.base import Prepared
+from stacktok.methods.choice import Choice
+from stacktok.methods.crop_methods import CropMethod, Crops
+from stacktok.methods.info import MethodInfo
 
-# A determinant's factor below this is rounding of 0: the set already spans the token.
-_ZERO = 1e-9
+# Of a token's own entry in the kernel: a factor below this is rounding of 0, the set already spans the token.
+_ZERO = 2.0**-20
 
 
 @dataclass(frozen=True)
-class CDPruner(PickMethod):
+class CDPruner(CropMethod):
     """Greedy maximisation of the determinant of relevance x similarity x relevance over the kept tokens.
+
+    Similarity is the cosine of post-projector embeddings. Every crop is a set of its own with an equal share of the
+    budget; relevance is scaled by its extremes over all crops together.
 
     Parameters
     ----------
-    relevance_weight
-        Exponent of the relevance; 0 is diversity alone.
+    theta
+        Weight of the relevance in [0, 1), 0 for diversity alone: the kernel takes exp(alpha r) with
+        alpha = theta / (2 (1 - theta)) in place of the relevance r. None takes r itself, as the original does.
     norm_epsilon
         Lower bound of the norm that features are divided by.
     """
 
-    facts = Facts(
+    query_aware = True
+    info = MethodInfo(
         name="CDPruner",
         paper="CDPruner, NeurIPS 2025",
-        query_aware=True,
         deviations=(
             "relevance is the cosine of query rows and projected tokens in the language model's embedding space, not "
             "negated; the original needs CLIP's text tower, which Hugging Face models do not carry",
-            "all crops of an image are one set, and a token is never picked twice",
+            "LLaVA-NeXT: the budget is the image's and split evenly over its crops; the original's is per crop",
+            "LLaVA-NeXT: tokens of the letterbox, which the model itself drops, do not exist for it",
+            "a token is never picked twice: once the kept tokens span the features, the lowest index fills the budget",
+            "where all tokens are equally relevant, diversity alone decides; the original divides by zero",
         ),
     )
+    revision = 2
+    crops: ClassVar[Crops] = "uniform"
 
-    relevance_weight: float = 1.0
+    theta: float | None = None
     norm_epsilon: float = 1e-8
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.relevance_weight, bool) or not 0 <= self.relevance_weight < float("inf"):
-            raise ValueError(f"relevance_weight={self.relevance_weight!r} must be a finite number of at least 0")
+        if self.theta is not None and (isinstance(self.theta, bool) or not 0 <= self.theta < 1):
+            raise ValueError(f"theta={self.theta!r} must lie in [0, 1); give None for the relevance itself")
         if isinstance(self.norm_epsilon, bool) or not 0 < self.norm_epsilon < float("inf"):
             raise ValueError(f"norm_epsilon={self.norm_epsilon!r} must be a finite number greater than 0")
 
-    def pick(self, crop: EncodedCrop, query: torch.Tensor | None, k: int) -> Choice:
-        """The greedy maximum a posteriori set."""
-        unit = self._unit(crop.vision, "vision")
-        similarity = (unit @ unit.T).double().cpu().numpy()
-        # Rounding must not rank tokens by their similarity to themselves; only a token of zeros has none.
-        np.fill_diagonal(similarity, np.diag(similarity) > 0.5)
-        relevance = np.ones(crop.n)
-        if query is not None and len(query):
-            cosines = self._unit(query, "query") @ self._unit(crop.projected, "projected").T
-            relevance = scaled(cosines.double().mean(0).cpu().numpy(), crop.eligible) ** self.relevance_weight
-        return Choice.of(greedy_map(relevance[:, None] * similarity * relevance, crop.eligible, k), crop.n)
+    def prepare(self, image: EncodedImage) -> PreparedSimilarity:
+        """The cosines among the tokens of every crop."""
+        return PreparedSimilarity(self, image)
 
-    def _unit(self, rows: torch.Tensor, name: str) -> torch.Tensor:
+    def relevance(self, crops: Sequence[EncodedCrop], query: torch.Tensor | None) -> list[NDArray[np.float64]]:
+        """The weights of every crop's tokens in the kernel, (n_c,) each."""
+        if query is None or not len(query):
+            return [np.ones(crop.n) for crop in crops]
+        rows = self.unit(query, "query")
+        cosines = [rows @ self.unit(crop.projected, "projected").T for crop in crops]
+        relevance = np.concatenate([found.double().mean(0).cpu().numpy() for found in cosines])
+        weight = scaled(relevance, np.concatenate([crop.eligible for crop in crops]))
+        if self.theta is not None:
+            weight = np.exp(self.theta / (2 * (1 - self.theta)) * weight)
+        return np.split(weight, np.cumsum([crop.n for crop in crops])[:-1])
+
+    def unit(self, rows: torch.Tensor, name: str) -> torch.Tensor:
+        """Rows divided by their norms, (n, d), in float32; ``name`` is what error messages call them."""
         return rows.float() / row_norms(rows, name).float().clamp_min(self.norm_epsilon)[:, None]
+
+
+class PreparedSimilarity(Prepared):
+    """The similarities of an image's tokens, by crop."""
+
+    def __init__(self, method: CDPruner, image: EncodedImage) -> None:
+        super().__init__(image)
+        self.method = method
+        self.similarity = []
+        for crop in image.crops:
+            unit = method.unit(crop.projected, "projected")
+            cosines: NDArray[np.float32] = (unit @ unit.T).cpu().numpy()
+            # Rounding must not rank tokens by their similarity to themselves; only a token of zeros has none.
+            np.fill_diagonal(cosines, np.diag(cosines) > 0.5)
+            self.similarity.append(cosines)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the similarities."""
+        return sum(cosines.nbytes for cosines in self.similarity)
+
+    def reduce(self, query: torch.Tensor | None, budget: Budget) -> Reduction:
+        """The greedy maximum a posteriori set of every crop, with relevance on one scale."""
+        crops, shares = self.image.crops, self.method.shares(self.image, budget)
+        weights = self.method.relevance(crops, query)
+        choices = [
+            Choice.of(greedy_map(weight[:, None] * cosines.astype(np.float64) * weight, crop.eligible, k), crop.n)
+            for crop, cosines, weight, k in zip(crops, self.similarity, weights, shares, strict=True)
+        ]
+        return self.method.arrange(self.image, choices)
 
 
 def scaled(relevance: NDArray[np.float64], eligible: Mask) -> NDArray[np.float64]:
     """Relevance brought to about [0, 1] by its least and largest value among eligible tokens; 1 where all are equal."""
-    low, high = relevance[eligible].min(), relevance[eligible].max()
-    if high == low:
+    among = relevance[eligible]
+    if not len(among) or among.max() == among.min():
         return np.ones_like(relevance)
+    low, high = among.min(), among.max()
     found: NDArray[np.float64] = np.maximum(relevance - low + 1e-6, 0.0) / (high - low)
     return found
 
@@ -89,11 +139,12 @@ def greedy_map(kernel: NDArray[np.float64], candidates: Mask, k: int) -> Ints:
         Number of picks, at most the number of candidates.
     """
     factor = np.diag(kernel).copy()
+    zero = _ZERO * factor
     rows = np.zeros((k, len(kernel)))
     order = np.empty(k, dtype=np.int64)
     left = candidates.copy()
     for step in range(k):
-        gains = np.where(left, np.where(factor > _ZERO, factor, 0.0), -1.0)
+        gains = np.where(left, np.where(factor > zero, factor, 0.0), -1.0)
         token = int(gains.argmax())
         order[step] = token
         left[token] = False

@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 
 from stacktok.core.affinity import copies, row_norms, tie
-from stacktok.core.tokens import EncodedCrop
-from stacktok.methods.facts import Facts
-from stacktok.methods.pick import Choice, PickMethod
+from stacktok.core.tokens import EncodedCrop, Ints
+from stacktok.methods.crop_methods import PickMethod
+from stacktok.methods.info import MethodInfo
 
 # Rounding of a float32 product of two unit vectors of some thousand entries stays below this.
 _ZERO = 2.0**-20
@@ -24,10 +24,10 @@ class DivPrune(PickMethod):
     All crops of an image are one set of candidates, as in the original.
     """
 
-    facts = Facts(
+    nested = True
+    info = MethodInfo(
         name="DivPrune",
         paper="DivPrune, CVPR 2025",
-        query_aware=False,
         deviations=(
             "cosines in float32 whatever the model's type; the original stays in half precision",
             "distances below 1e-6, which float32 cannot tell from 0, are 0, so that equal tokens tie",
@@ -37,26 +37,42 @@ class DivPrune(PickMethod):
         ),
     )
 
-    def pick(self, crop: EncodedCrop, query: torch.Tensor | None, k: int) -> Choice:
+    def pick(self, crop: EncodedCrop, query: torch.Tensor | None, k: int) -> Ints:
         """The greedy max-min set."""
         # Compiled kernels load when they run: naming a method must not.
         from stacktok.kernels.diversity import max_min
 
-        return Choice.of(max_min(cosine_distances(crop.projected), crop.eligible, k), crop.n)
+        return max_min(cosine_distances(crop.projected), crop.eligible, k)
 
 
 def cosine_distances(features: torch.Tensor, norm_epsilon: float = 1e-8) -> NDArray[np.float32]:
     """1 - cosine of every pair of rows of (n, d), (n, n), in float32 on the host.
 
-    Distances that float32 cannot tell from 0 are 0, equal tokens are equally far from every other, and a distance is
-    the same both ways, so that ties are real ties and the lowest index decides.
+    Distances that float32 cannot tell from 0 are 0, so that ties are real ties and the lowest index decides.
     """
-    norms = row_norms(features, "projected")
-    unit = features.float() / norms.float().clamp_min(norm_epsilon)[:, None]
-    cosines = unit @ unit.T
-    equal = copies(features, norms)
-    tie(cosines, equal)
-    tie(cosines.T, equal)
-    distances = 1 - torch.maximum(cosines, cosines.T)
+    distances = 1 - cosines(features, "projected", norm_epsilon)
     found: NDArray[np.float32] = distances.masked_fill_(distances < _ZERO, 0.0).cpu().numpy()
     return found
+
+
+def cosines(features: torch.Tensor, name: str, norm_epsilon: float = 1e-8) -> torch.Tensor:
+    """The cosine of every pair of rows of (n, d), (n, n), in float32.
+
+    Equal tokens are equally near to every other, and a cosine is the same both ways.
+
+    Parameters
+    ----------
+    features
+        The rows.
+    name
+        Their name in errors.
+    norm_epsilon
+        Lower bound of the norm that they are divided by.
+    """
+    norms = row_norms(features, name)
+    unit = features.float() / norms.float().clamp_min(norm_epsilon)[:, None]
+    found = unit @ unit.T
+    equal = copies(features, norms)
+    tie(found, equal)
+    tie(found.T, equal)
+    return torch.maximum(found, found.T)

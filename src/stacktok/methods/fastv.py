@@ -7,13 +7,10 @@ from fractions import Fraction
 from numbers import Integral
 from typing import Literal
 
-import numpy as np
-import torch
-
 from stacktok.core.budget import Budget, budget_share
 from stacktok.core.tokens import Ints
-from stacktok.methods.facts import Facts
-from stacktok.methods.inside import LayerMethod
+from stacktok.methods.info import MethodInfo
+from stacktok.methods.layer_method import LayerMethod, LayerView, top
 
 
 @dataclass(frozen=True)
@@ -29,11 +26,10 @@ class FastV(LayerMethod):
         K N + (L - K) n = L budget gives the n that stay; "kept": the n that stay after the cut.
     """
 
-    facts = Facts(
+    query_aware = True
+    info = MethodInfo(
         name="FastV",
         paper="FastV, ECCV 2024",
-        query_aware=True,
-        attention="language model",
         deviations=(
             "one row of one layer's attention is computed; the original runs a layer eagerly or all of them",
             "no published setting exists for the paper's budgets: counting='average' follows SparseVLM's and "
@@ -68,7 +64,7 @@ class FastV(LayerMethod):
         if asked >= tokens:
             return (tokens,)
         if self.counting == "kept":
-            return (max(1, int(asked)),)
+            return super().keeps(depth, tokens, budget)
         exact = (depth * asked - self.full_layers * tokens) / (depth - self.full_layers)
         count = int(exact + Fraction(1, 2))
         if count < 1:
@@ -80,13 +76,9 @@ class FastV(LayerMethod):
             )
         return (count,)
 
-    def raters(self, visual: torch.Tensor, text: torch.Tensor) -> Ints:
-        """The last token."""
-        return np.array([len(text) - 1], dtype=np.int64)
-
-    def score(self, attention: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-        """The mean over heads."""
-        return attention.mean(0)[-1]
+    def choose(self, view: LayerView, k: int) -> Ints:
+        """By the last token's attention, the mean over heads."""
+        return top(view.attention([-1]).mean(0)[0], k)
 
 
 def _check_layers(full_layers: object) -> None:

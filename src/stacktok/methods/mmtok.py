@@ -11,11 +11,10 @@ import torch
 from stacktok.core.budget import Budget
 from stacktok.core.inputs import Array, Eligible
 from stacktok.core.record import Selection
-from stacktok.core.selection import select
 from stacktok.core.tokens import EncodedImage, Reduction
-from stacktok.methods.base import FeatureMethod
-from stacktok.methods.facts import Facts
-from stacktok.methods.stacktok import StackTok
+from stacktok.methods.base import FeatureMethod, Prepared
+from stacktok.methods.info import MethodInfo
+from stacktok.methods.stacktok import PreparedSelector, StackTok
 
 
 @dataclass(frozen=True)
@@ -39,10 +38,11 @@ class MMTok(FeatureMethod):
         As in `Parameters`.
     """
 
-    facts = Facts(
+    query_aware = True
+    keeps_blank_rows = True
+    info = MethodInfo(
         name="MMTok",
         paper="MMTok, ICLR 2026, arXiv 2508.18264",
-        query_aware=True,
         deviations=(
             "features are cast up before they are normalised; the original takes norms in half precision",
             "affinities are rounded to a grid on which sums are exact, so that ties are real ties",
@@ -80,27 +80,19 @@ class MMTok(FeatureMethod):
             raise ValueError("budget=None keeps everything and selects nothing; give MMTok a budget")
         return self._selector().select(vision, projected, query, eligible, tau_query=tau_query)
 
-    def reduce(self, image: EncodedImage, query: torch.Tensor | None, budget: Budget) -> Reduction:
-        """One crop by itself; several as `allocation` says."""
-        selector = self._selector()
-        if self.allocation != "per_crop" or len(image.crops) == 1:
-            return selector.reduce(image, query, budget)
-        settings = selector._settings(image.tau_query)
-        records = [
-            select(crop.vision, crop.projected, query, budget, eligible=crop.eligible, **settings)
-            for crop in image.crops
-        ]
-        return image.keep(
-            [record.indices for record in records], record=tuple(records), keep_newlines=self.keep_newlines
-        )
+    def prepare(self, image: EncodedImage) -> PreparedSelector:
+        """The affinities among the tokens of every crop."""
+        units = self._selector().prepare(image).units
+        per_crop = self.allocation == "per_crop"
+        return PreparedSelector(image, units, keep_newlines=self.keep_newlines, per_crop=per_crop)
 
     def reduce_shared(
-        self, images: Sequence[EncodedImage], query: torch.Tensor | None, budget: Budget
+        self, prepared: Sequence[Prepared], query: torch.Tensor | None, budget: Budget
     ) -> list[Reduction]:
         """All crops of the prompt under one budget."""
         if self.allocation == "per_crop":
             raise ValueError("share_budget=True contradicts allocation='per_crop'; use 'shared' or 'uniform'")
-        return self._selector().reduce_shared(images, query, budget)
+        return self._selector().reduce_shared(prepared, query, budget)
 
     def _selector(self) -> StackTok:
         return StackTok(

@@ -8,9 +8,9 @@ from numbers import Integral
 import numpy as np
 import torch
 
-from stacktok.core.tokens import EncodedCrop
-from stacktok.methods.facts import Facts
-from stacktok.methods.pick import Choice, PickMethod
+from stacktok.core.tokens import EncodedCrop, Ints
+from stacktok.methods.crop_methods import PickMethod
+from stacktok.methods.info import MethodInfo
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class RandomTokens(PickMethod):
         Decides the draw; images of the same size get the same one.
     """
 
-    facts = Facts(name="Random", paper="control", query_aware=False)
+    nested = True
+    info = MethodInfo(name="Random", paper="control")
 
     seed: int = 0
 
@@ -31,10 +32,9 @@ class RandomTokens(PickMethod):
         super().__post_init__()
         check_seed(self.seed)
 
-    def pick(self, crop: EncodedCrop, query: torch.Tensor | None, k: int) -> Choice:
+    def pick(self, crop: EncodedCrop, query: torch.Tensor | None, k: int) -> Ints:
         """A seeded draw."""
-        candidates = np.flatnonzero(crop.eligible)
-        return Choice.of(np.random.default_rng(self.seed).permutation(candidates)[:k], crop.n)
+        return np.random.default_rng(self.seed).permutation(np.flatnonzero(crop.eligible))[:k]
 
 
 def check_seed(seed: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
@@ -17,6 +18,10 @@ BUILT_IN = {
     "divprune": "stacktok.methods.divprune:DivPrune",
     "cdpruner": "stacktok.methods.cdpruner:CDPruner",
     "visionzip": "stacktok.methods.visionzip:VisionZip",
+    "vispruner": "stacktok.methods.vispruner:VisPruner",
+    "holov": "stacktok.methods.holov:HoloV",
+    "evs": "stacktok.methods.evs:EVS",
+    "vidcom2": "stacktok.methods.vidcom2:VidCom2",
     "random": "stacktok.methods.random_tokens:RandomTokens",
     "uniform": "stacktok.methods.uniform_grid:UniformGrid",
     "pool": "stacktok.methods.average_pool:AveragePool",
@@ -28,8 +33,13 @@ BUILT_IN = {
 def available() -> dict[str, type[Method]]:
     """Every method that can be used here, by name: the built-in ones in the order of the tables, then installed ones.
 
-    An installed method may take the place of a built-in one of the same name.
+    An installed method may take the place of a built-in one of the same name. Packages are looked up once per process.
     """
+    return dict(_found())
+
+
+@cache
+def _found() -> dict[str, type[Method]]:
     found: dict[str, Any] = {}
     installed = {entry.name: entry for entry in entry_points(group=GROUP)}
     for name, path in BUILT_IN.items():
@@ -46,7 +56,7 @@ def available() -> dict[str, type[Method]]:
 
 def method_class(name: str) -> type[Method]:
     """The method of a name, in any spelling of case; an unknown one is an error that lists the known."""
-    methods = available()
+    methods = _found()
     if name.lower() not in methods:
         raise ValueError(f"no method is called {name!r}; the methods are {', '.join(methods)}")
     return methods[name.lower()]

@@ -12,8 +12,9 @@ import torch
 from stacktok.core.budget import Budget, resolve_budget
 from stacktok.core.tokens import Ints
 from stacktok.methods.base import Positions
-from stacktok.methods.facts import Facts
-from stacktok.methods.inside import LayerMethod, top
+from stacktok.methods.choice import MergedTokens
+from stacktok.methods.info import MethodInfo
+from stacktok.methods.layer_method import LayerMethod, LayerView, top
 from stacktok.methods.random_tokens import check_seed
 
 # Of 576 tokens in a language model of 32 layers: what stays after layers 2, 6 and 15, by the layer average aimed at.
@@ -32,27 +33,27 @@ class SparseVLM(LayerMethod):
     Parameters
     ----------
     variant
-        "v1.5": pruned tokens are clustered and go on as their means, positions are numbered anew; "+": no recycling,
-        positions are kept, attention is divided by what rotary positions alone give and only the heads that look at
-        the image most are counted.
+        "v1.5": pruned tokens are clustered and go on as their means, positions are renumbered; "+": no recycling,
+        positions are kept, attention is divided by what rotary positions alone give, and of the heads only those
+        whose divided attention on the image is largest are counted.
     seed
         Decides ties of densities when tokens are recycled; the original draws without a seed.
     """
 
-    facts = Facts(
+    query_aware = True
+    merges = True
+    info = MethodInfo(
         name="SparseVLM",
         paper="SparseVLM, ICML 2025 (v1.5 and +)",
-        query_aware=True,
-        attention="language model",
-        merges=True,
         deviations=(
             "the raters' rows of three layers' attention are computed; the original computes dense maps",
             "the published schedules are for 576 tokens and 32 layers: counts scale with the number of tokens, layers "
-            "2, 6 and 15 with the depth, and budgets between the published ones are interpolated",
-            "the noise that breaks ties of densities is seeded",
+            "2, 6 and 15 with the depth, the 14 heads of + with the number of heads, and budgets between the published "
+            "ones are interpolated",
+            "the noise that breaks ties of densities is seeded, and added in float64: float32 can round it away",
             "reported averages count what each layer really runs on; the published ones credit a pruning layer with "
             "the reduced count",
-            "M-RoPE positions are kept, since numbering them anew is not defined; a cluster takes its centre's",
+            "M-RoPE positions are kept, since renumbering them is not defined; a cluster takes its centre's",
             "a prompt none of whose text tokens rates above the mean is rated by all of them",
         ),
     )
@@ -68,7 +69,7 @@ class SparseVLM(LayerMethod):
 
     @property
     def default_positions(self) -> Positions:
-        """Numbered anew in v1.5, kept in +."""
+        """Renumbered in v1.5, kept in +."""
         return "compact" if self.variant == "v1.5" else "kept"
 
     def layers(self, depth: int) -> tuple[int, ...]:
@@ -92,7 +93,7 @@ class SparseVLM(LayerMethod):
         return 0 if self.variant == "+" or not gone else (int(0.3 * gone) + 1) // 10 + 1
 
     def schedule(self, tokens: int, budget: int) -> tuple[int, int, int]:
-        """What stays of ``tokens`` tokens at each of the three cuts."""
+        """How many of ``tokens`` tokens stay at each of the three cuts."""
         points = {0: (0, 0, 0), **dict(sorted(_SCHEDULES[self.variant].items())), _TOKENS: (_TOKENS,) * 3}
         scaled = Fraction(budget * _TOKENS, tokens)
         low = max(point for point in points if point <= scaled)
@@ -110,30 +111,43 @@ class SparseVLM(LayerMethod):
         at = (min(int(Fraction(layer * depth, _DEPTH) + Fraction(1, 2)), depth - 2) for layer in _LAYERS)
         return dict(zip(at, counts, strict=True))
 
-    def raters(self, visual: torch.Tensor, text: torch.Tensor) -> Ints:
-        """Text tokens whose share of the image's interest is above the mean."""
-        interest = (visual.float() @ text.float().T).softmax(1).mean(0)
+    def raters(self, view: LayerView) -> Ints:
+        """Text tokens whose share of the image's interest is above the mean, the same at every cut."""
+        interest = (view.embeddings.float() @ view.text_embeddings.float().T).softmax(1).mean(0)
         chosen = (interest > interest.mean()).nonzero()[:, 0].cpu().numpy()
-        return chosen if len(chosen) else np.arange(len(text), dtype=np.int64)
+        return chosen if len(chosen) else np.arange(len(interest), dtype=np.int64)
 
-    def score(self, attention: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-        """The mean over heads and raters."""
+    def choose(self, view: LayerView, k: int) -> Ints | MergedTokens:
+        """By the raters' attention, the mean over heads and raters; in v1.5 the rest is recycled."""
+        raters = self.raters(view)
+        attention = view.attention(raters)
         if self.variant == "+":
+            attention = attention / view.rotation(raters)
             count = max(1, int(len(attention) * _HEADS + Fraction(1, 2)))
-            looking = torch.from_numpy(top(attention.sum((1, 2)), count)).to(attention.device)
-            attention = attention[looking] / rotation
-        return attention.mean(0).mean(0)
+            attention = attention[torch.from_numpy(top(attention.sum((1, 2)), count)).to(attention.device)]
+        scores = attention.mean(0).mean(0)
+        kept = top(scores, k)
+        return kept if self.variant == "+" else self.recycle(view.states, scores, kept)
 
-    def recycle(self, states: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, Ints, list[Ints]]:
-        """Clusters of the best three tenths of what goes."""
-        if self.variant == "+":
-            return super().recycle(states, scores)
-        chosen = top(scores, int(0.3 * len(scores)) + 1)
+    def recycle(self, states: torch.Tensor, scores: torch.Tensor, kept: Ints) -> MergedTokens:
+        """Clusters of the best three tenths of what goes.
+
+        Parameters
+        ----------
+        states
+            Hidden states of all tokens, (n, d).
+        scores
+            Their scores, (n,).
+        kept
+            Those that stay.
+        """
+        gone = np.setdiff1d(np.arange(len(states)), kept)
+        chosen = gone[top(scores[torch.from_numpy(gone).to(scores.device)], int(0.3 * len(gone)) + 1)]
         rows = states[torch.from_numpy(chosen).to(states.device)]
         centres, assigned = density_peaks(rows, len(chosen) // 10 + 1, self.seed)
-        groups = [(assigned == c).nonzero()[:, 0].cpu().numpy() for c in range(len(centres))]
-        made = torch.stack([rows[torch.from_numpy(group).to(rows.device)].mean(0) for group in groups])
-        return made, chosen[centres], [chosen[group] for group in groups]
+        groups = [(assigned == c).nonzero()[:, 0] for c in range(len(centres))]
+        made = torch.stack([rows[group].mean(0) for group in groups])
+        return MergedTokens(kept, chosen[centres], made, [chosen[group.cpu().numpy()] for group in groups])
 
 
 def density_peaks(rows: torch.Tensor, clusters: int, seed: int) -> tuple[Ints, torch.Tensor]:
@@ -157,7 +171,7 @@ def density_peaks(rows: torch.Tensor, clusters: int, seed: int) -> tuple[Ints, t
     distance = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist") / x.shape[1] ** 0.5
     near = distance.topk(clusters, dim=1, largest=False).values
     noise = torch.rand(len(x), generator=torch.Generator().manual_seed(seed)).to(x.device)
-    # In float32 noise this small beside densities near 1 would leave ties.
+    # In float32 noise this small would be rounded away against densities near 1.
     density = (-near.double().square().mean(1)).exp() + 1e-6 * noise.double()
     denser = density[None, :] > density[:, None]
     delta = distance.masked_fill(~denser, float("inf")).amin(1)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import numpy as np
 import torch
 
 from stacktok.core.budget import Budget
-from stacktok.core.crops import Crop, select_crops
+from stacktok.core.crops import PreparedCrops
 from stacktok.core.inputs import Array, Eligible
 from stacktok.core.parameters import Allocation, Criterion, Depth, Fill, Parameters, Target
 from stacktok.core.record import CropSelection, Selection
-from stacktok.core.selection import select
-from stacktok.core.tokens import EncodedCrop, EncodedImage, Reduction
-from stacktok.methods.base import FeatureMethod
-from stacktok.methods.facts import Facts
+from stacktok.core.selection import PreparedImage
+from stacktok.core.tokens import EncodedImage, Reduction
+from stacktok.methods.base import FeatureMethod, Prepared
+from stacktok.methods.info import MethodInfo
 
 
 @dataclass(frozen=True)
@@ -30,11 +29,14 @@ class StackTok(FeatureMethod):
         Temperature of the query affinities; None takes the model family's (0.02, on Qwen2.5-VL 0.01).
     """
 
-    facts = Facts(
+    query_aware = True
+    info = MethodInfo(
         name="StackTok",
         paper="StackTok, the paper of this package",
-        query_aware=True,
-        deviations=("affinities are rounded to a grid on which sums are exact, so that ties are real ties",),
+        deviations=(
+            "affinities are rounded to a grid on which sums are exact, so that ties are real ties",
+            "tokens that are nothing but a space, which Llama's tokenizer puts before some words, are no query rows",
+        ),
     )
 
     tau_query: float | None = None
@@ -61,10 +63,8 @@ class StackTok(FeatureMethod):
 
     def parameters(self, tau_query: float = 0.02) -> Parameters:
         """The checked parameters; ``tau_query`` is used where the field is None."""
-        values = {field.name: getattr(self, field.name) for field in fields(Parameters)}
-        if self.tau_query is None:
-            values["tau_query"] = tau_query
-        return Parameters(**values)
+        own = {field.name: getattr(self, field.name) for field in fields(Parameters)}
+        return Parameters(**own | {"tau_query": tau_query if self.tau_query is None else self.tau_query})
 
     def select(
         self,
@@ -78,42 +78,70 @@ class StackTok(FeatureMethod):
         """Select on features, without a model; see `stacktok.select`."""
         if self.budget is None:
             raise ValueError("budget=None keeps everything and selects nothing; give StackTok a budget")
-        settings = self._settings(tau_query)
-        return select(vision, projected, query, self.budget, eligible=eligible, **settings)
+        return PreparedImage(vision, projected, eligible, self.parameters(tau_query)).select(query, self.budget)
 
-    def reduce(self, image: EncodedImage, query: torch.Tensor | None, budget: Budget) -> Reduction:
-        """Algorithm 1 on a single crop, Algorithm 2 on several."""
-        settings = self._settings(image.tau_query)
-        record: Selection | CropSelection
-        if len(image.crops) == 1:
-            crop = image.crops[0]
-            record = select(crop.vision, crop.projected, query, budget, eligible=crop.eligible, **settings)
-            kept: Sequence[Any] = [record.indices]
-        else:
-            record = select_crops([_crop(crop) for crop in image.crops], query, budget, **settings)
-            kept = record.indices
-        return image.keep(kept, record=record, keep_newlines=self.keep_newlines)
+    def prepare(self, image: EncodedImage) -> PreparedSelector:
+        """The affinities among the tokens of every crop."""
+        parameters = self.parameters(image.tau_query)
+        several = len(image.crops) > 1
+        units = [
+            PreparedImage(crop.vision, crop.projected, crop.eligible, parameters, f"crop {c}: " if several else "")
+            for c, crop in enumerate(image.crops)
+        ]
+        return PreparedSelector(image, units, keep_newlines=self.keep_newlines)
 
     def reduce_shared(
-        self, images: Sequence[EncodedImage], query: torch.Tensor | None, budget: Budget
+        self, prepared: Sequence[Prepared], query: torch.Tensor | None, budget: Budget
     ) -> list[Reduction]:
         """Algorithm 2 over all crops of the prompt."""
-        crops = [_crop(crop) for image in images for crop in image.crops]
-        record = select_crops(crops, query, budget, **self._settings(images[0].tau_query))
+        own = [image for image in prepared if isinstance(image, PreparedSelector)]
+        if len(own) < len(prepared):
+            raise TypeError("prepared holds an image that another method prepared; give those of StackTok.prepare")
+        record = PreparedCrops([unit for image in own for unit in image.units]).select(query, budget)
         reductions, first = [], 0
-        for image in images:
-            part = _part(record, first, len(image.crops))
-            reductions.append(image.keep(part.indices, record=part, keep_newlines=self.keep_newlines))
-            first += len(image.crops)
+        for image in own:
+            part = _part(record, first, len(image.units))
+            reductions.append(image.image.keep(part.indices, record=part, keep_newlines=self.keep_newlines))
+            first += len(image.units)
         return reductions
 
-    def _settings(self, tau_query: float) -> dict[str, Any]:
-        parameters = self.parameters(tau_query)
-        return {field.name: getattr(parameters, field.name) for field in fields(parameters)}
 
+class PreparedSelector(Prepared):
+    """An image whose affinities among its own tokens are done.
 
-def _crop(crop: EncodedCrop) -> Crop:
-    return Crop(vision=crop.vision, projected=crop.projected, eligible=crop.eligible)
+    Parameters
+    ----------
+    image
+        The encoded image.
+    units
+        The selector's state of every crop.
+    keep_newlines
+        As in `FeatureMethod`.
+    per_crop
+        Whether every crop gets the whole budget.
+    """
+
+    def __init__(
+        self, image: EncodedImage, units: Sequence[PreparedImage], *, keep_newlines: bool, per_crop: bool = False
+    ) -> None:
+        super().__init__(image)
+        self.units, self.keep_newlines, self.per_crop = tuple(units), keep_newlines, per_crop
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of A^vv, and of what every question needs of the tokens."""
+        return sum(unit.nbytes for unit in self.units)
+
+    def reduce(self, query: torch.Tensor | None, budget: Budget) -> Reduction:
+        """Algorithm 1 on a single crop, Algorithm 2 on several."""
+        record: Selection | CropSelection | tuple[Selection, ...]
+        if self.per_crop or len(self.units) == 1:
+            records = tuple(unit.select(query, budget) for unit in self.units)
+            record, kept = records if len(records) > 1 else records[0], [one.indices for one in records]
+        else:
+            record = PreparedCrops(self.units).select(query, budget)
+            kept = list(record.indices)
+        return self.image.keep(kept, record=record, keep_newlines=self.keep_newlines)
 
 
 def _part(record: CropSelection, first: int, count: int) -> CropSelection:

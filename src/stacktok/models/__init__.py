@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from stacktok.models.base import ModelAdapter, adapter_for, supported
+from stacktok.models.base import EncoderCall, ModelAdapter
+from stacktok.models.registry import adapter_for, supported
 
-__all__ = ["ModelAdapter", "adapter_for", "supported"]
+__all__ = ["EncoderCall", "ModelAdapter", "adapter_for", "supported"]

@@ -1,39 +1,65 @@
-"""The adapter of a model family, and how one is found.
+"""The adapter of a model family, for transformers and vLLM alike.
 
-An adapter answers four questions about a family: where its language model is, which outputs of which encoder function
-hold the image features, how those become an `EncodedImage`, and how a question becomes query words. Everything else
-(hooks, compaction, positions, masks) is the runtime's and the same for all.
+An adapter knows three things about a family. `layout`: how many tokens a picture of some size fills, in which crops and
+grids, and which of them may be kept; no tensor is needed. `features`: where transformers' encoder output holds the
+features before and after the projector. `shorten`: what else runs along the sequence and must lose the same tokens.
+Hooks, compaction, positions, masks and caches are the runtime's and the same for all families.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from importlib import import_module
-from importlib.metadata import entry_points
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from stacktok.core.attention import received_attention, row_attention
-from stacktok.core.tokens import EncodedImage
+from stacktok.core.tokens import EncodedImage, ImageLayout, TowerAttention
 from stacktok.models.query import content_words
 
-GROUP = "stacktok.models"
-"""Entry-point group: name = ``config.model_type``, value = a `ModelAdapter` subclass."""
+Features = tuple[torch.Tensor, torch.Tensor]
+"""Pre- and post-projector features of all tokens of one image, (n, d_v) and (n, d), crop after crop."""
 
-BUILT_IN = {
-    "llava": "stacktok.models.llava:LlavaAdapter",
-    "llava_next": "stacktok.models.llava_next:LlavaNextAdapter",
-    "qwen2_5_vl": "stacktok.models.qwen2_5_vl:Qwen2_5_VLAdapter",
-}
+
+@dataclass(frozen=True, eq=False)
+class EncoderCall:
+    """One call of ``get_{modality}_features`` of a transformers model.
+
+    Attributes
+    ----------
+    modality
+        "image" or "video".
+    output
+        The returned object.
+    units
+        The embeddings that it puts into the prompt, (tokens, d) each, from `ModelAdapter.units`; beam search later
+        repeats those of the output itself.
+    arguments
+        The call's arguments by name; empty where the caller kept only the output.
+    model, processor
+        The user's.
+    """
+
+    modality: str
+    output: Any
+    units: Sequence[torch.Tensor]
+    arguments: Mapping[str, Any]
+    model: Any
+    processor: Any = None
+
+    @property
+    def config(self) -> Any:
+        """The model's configuration."""
+        return self.model.config
 
 
 @dataclass(eq=False)
 class TowerReading:
-    """What one layer of the vision tower showed while it ran.
+    """The attention of one layer of the vision tower, read while it ran.
 
     Attributes
     ----------
@@ -49,7 +75,15 @@ class TowerReading:
     keys: list[torch.Tensor]
     has_cls: bool
 
-    def add(self, query: torch.Tensor, key: torch.Tensor, scaling: float, *, by_cls: bool) -> None:
+    def add(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        scaling: float,
+        allowed: torch.Tensor | None = None,
+        *,
+        by_cls: bool,
+    ) -> None:
         """Read one sequence.
 
         Parameters
@@ -58,20 +92,71 @@ class TowerReading:
             (H, s, d) and (H_kv, s, d), CLS first where there is one.
         scaling
             Factor of the logits.
+        allowed
+            Which tokens each token sees, (s, s): padding is seen by none, images of a packed sequence see themselves
+            alone. None where all see all.
         by_cls
             Score tokens by the attention of CLS, in place of that of all tokens.
         """
         first = 1 if self.has_cls else 0
         if by_cls:
-            scores = row_attention(query[:, :1], key, scaling)[:, 0].sum(0)
-        else:
+            scores = row_attention(query[:, :1], key, scaling, None if allowed is None else allowed[:1])[:, 0].sum(0)
+        elif allowed is None:
             scores = received_attention(query[:, first:], key, scaling)
+        else:
+            rows = allowed.any(0)
+            rows[:first] = False
+            scores = received_attention(query[:, rows], key, scaling, allowed[rows])
         self.scores.append(scores[first:])
         self.keys.append(key[:, first:].mean(0))
 
 
+@dataclass(frozen=True, eq=False)
+class KeptTokens:
+    """Which tokens of an unpruned batch the language model gets.
+
+    Attributes
+    ----------
+    indices
+        Index in the unpruned sequence of every token of the pruned one, (B, L), 0 in padding.
+    valid
+        Which entries are not padding, (B, L).
+    merged
+        Row and index of every token that was made of several, with their indices in the unpruned sequence, (s,).
+    """
+
+    indices: torch.Tensor
+    valid: torch.Tensor
+    merged: Sequence[tuple[int, int, torch.Tensor]] = ()
+
+    @property
+    def origin(self) -> torch.Tensor:
+        """Index in the unpruned sequence, (B, L), -1 in padding."""
+        return self.indices.masked_fill(~self.valid, -1)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether any sequence is padded."""
+        return not bool(self.valid.all())
+
+    def gather(self, values: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """Values per token, with the batch (or 1) at ``dim - 1`` and the sequence at ``dim``, of the kept tokens."""
+        dim = dim % values.ndim
+        batch = dim - 1
+        if values.shape[batch] != len(self.indices):
+            shape = list(values.shape)
+            shape[batch] = len(self.indices)
+            values = values.expand(shape)
+        index = self.indices.to(values.device)
+        view = [1] * values.ndim
+        view[batch], view[dim] = index.shape
+        shape = list(values.shape)
+        shape[dim] = index.shape[1]
+        return values.gather(dim, index.reshape(view).expand(shape))
+
+
 class ModelAdapter(ABC):
-    """One model family. A new family sets the class attributes that differ and implements `encode`.
+    """One model family: the class attributes that differ, `layout` and `features`.
 
     Attributes
     ----------
@@ -84,35 +169,134 @@ class ModelAdapter(ABC):
         Temperature of the query affinities that the method's paper uses on this family.
     mrope
         Whether positions are (t, h, w) triples, which a pruned sequence keeps.
+    eligible_from_pixels
+        Whether `layout` needs the pixels and the processor to tell which tokens may be kept.
+    text_separators
+        Whether the layout's separators are text tokens between the placeholders, not embeddings of the encoder.
+    gathers_masks
+        Whether the language model is given ready masks, in which image tokens see each other: they are gathered, since
+        one that is built again would be causal.
     """
 
     family: ClassVar[str]
     modalities: ClassVar[Mapping[str, str]] = {"image": "image_token_id"}
     tau_query: ClassVar[float] = 0.02
     mrope: ClassVar[bool] = False
+    eligible_from_pixels: ClassVar[bool] = False
+    text_separators: ClassVar[bool] = False
+    gathers_masks: ClassVar[bool] = False
 
     @abstractmethod
-    def encode(
-        self, modality: str, output: Any, arguments: Mapping[str, Any], model: Any, processor: Any
-    ) -> list[EncodedImage]:
-        """The encoded images behind one call of ``get_{modality}_features``.
+    def layout(self, config: Any, inputs: Mapping[str, Any], processor: Any = None) -> ImageLayout:
+        """How one image fills the language model's input.
 
         Parameters
         ----------
-        modality
-            A key of `modalities`.
-        output
-            What the encoder function returned; ``pooler_output`` has one (rows, d) tensor per image.
-        arguments
-            What it was called with, by name; empty where the caller kept only the output.
-        model, processor
-            The user's.
+        config
+            The model's configuration.
+        inputs
+            The processor's output for this image, under the processor's own names (``image_sizes``,
+            ``image_grid_thw``, ...).
+        processor
+            The user's, where it is known.
+        """
+
+    @abstractmethod
+    def features(self, call: EncoderCall, layouts: Sequence[ImageLayout]) -> list[Features]:
+        """The features of every image of an encoder call, aligned with its layout's tokens.
+
+        Parameters
+        ----------
+        call
+            The call.
+        layouts
+            Of its images, in order.
+        """
+
+    def assemble(self, layout: ImageLayout, vision: torch.Tensor, projected: torch.Tensor) -> EncodedImage:
+        """An image from its layout and features, (n, d_v) and (n, d)."""
+        return EncodedImage.of(layout, vision.detach(), projected.detach(), self.tau_query)
+
+    def shorten(self, kwargs: Mapping[str, Any], kept: KeptTokens) -> dict[str, Any]:
+        """Arguments of the language model, beside embeddings, mask and positions, that must lose the same tokens.
+
+        Parameters
+        ----------
+        kwargs
+            The unpruned arguments.
+        kept
+            The tokens that stay.
 
         Returns
         -------
-        list
-            One per image; `EncodedImage.length` must be the number of rows in ``pooler_output``.
+        dict
+            The arguments that change; none unless a family says otherwise.
         """
+        return {}
+
+    def units(self, output: Any) -> Sequence[torch.Tensor]:
+        """The embeddings that an encoder output puts into the prompt, (tokens, d) each, in order."""
+        units: Sequence[torch.Tensor] = output.pooler_output
+        return units
+
+    def group(self, config: Any, ids: Sequence[int], processor: Any = None) -> list[int] | None:
+        """How many units of the encoder output each image of a prompt has; None where every unit is an image.
+
+        Parameters
+        ----------
+        config
+            The model's configuration.
+        ids
+            The prompt's token ids, placeholders included.
+        processor
+            The user's, where it is known.
+        """
+        return None
+
+    def text_tokens(self, layout: ImageLayout) -> int:
+        """Tokens of a layout that are text of the prompt."""
+        return len(layout.separators) if self.text_separators else 0
+
+    def encode(
+        self, call: EncoderCall, reading: TowerReading | None = None, groups: Sequence[int] | None = None
+    ) -> list[EncodedImage]:
+        """The images of an encoder call.
+
+        Parameters
+        ----------
+        call
+            The call.
+        reading
+            The tower's attention during the call, for methods that need it.
+        groups
+            Units of every image, as `group` found them; None where every unit is an image. `layout` finds the number
+            of an image's units and of their tokens in its inputs under the names "units" and "tokens".
+        """
+        units = call.units
+        groups = [1] * len(units) if groups is None else list(groups)
+        if sum(groups) != len(units):
+            raise ValueError(
+                f"the prompts have placeholders for {sum(groups)} encoder inputs and the images make {len(units)}; "
+                "give every prompt its own images"
+            )
+        ends = list(accumulate(groups))
+        tokens = [sum(map(len, units[end - count : end])) for count, end in zip(groups, ends, strict=True)]
+        layouts = []
+        for index, (count, own) in enumerate(zip(groups, tokens, strict=True)):
+            inputs = {**image_inputs(call.arguments, index, len(groups)), "units": count, "tokens": own}
+            layouts.append(self.layout(call.config, inputs, call.processor))
+        lengths = [layout.length - self.text_tokens(layout) for layout in layouts]
+        if lengths != tokens:
+            raise ValueError(
+                f"the adapter of {self.family} lays images out in {lengths} tokens, the model in {tokens}; "
+                "the two must agree"
+            )
+        features = self.features(call, layouts)
+        images = [
+            replace(self.assemble(layout, x, z), modality=call.modality)
+            for layout, (x, z) in zip(layouts, features, strict=True)
+        ]
+        return images if reading is None else self.add_attention(images, reading, call)
 
     def tower_attention(self, model: Any) -> tuple[nn.Module, nn.Module, bool]:
         """The vision tower, the attention module in it that ranks tokens, and whether its first token is CLS."""
@@ -122,18 +306,18 @@ class ModelAdapter(ABC):
         )
 
     def add_attention(
-        self, images: list[EncodedImage], reading: TowerReading, output: Any, arguments: Mapping[str, Any], model: Any
+        self, images: Sequence[EncodedImage], reading: TowerReading, call: EncoderCall
     ) -> list[EncodedImage]:
-        """The images of one call of `encode`, each crop with its `TowerAttention`.
+        """The images of one encoder call, each with the tower's attention.
 
         Parameters
         ----------
         images
-            As `encode` made them.
+            As `assemble` made them.
         reading
-            What the module of `tower_attention` showed during the call.
-        output, arguments, model
-            As in `encode`.
+            Of the module that `tower_attention` names, during the call.
+        call
+            The call.
         """
         raise ValueError(f"the adapter of {self.family} reads the tower's attention but does not say whose it is")
 
@@ -149,34 +333,41 @@ class ModelAdapter(ABC):
         """The decoder layers, in order."""
         return self.language_model(model).layers  # type: ignore[return-value]
 
+    def ranking_attention(self, model: Any, layer: int) -> nn.Module:
+        """The attention module of a decoder layer, for a method that drops tokens after that layer.
+
+        A ValueError says why no token can be dropped there, and where it can.
+        """
+        return self.layers(model)[layer].self_attn  # type: ignore[return-value]
+
+    def user_text(self, turn: str) -> str:
+        """The user's own text in a user turn: without what the processor writes around images and frames.
+
+        Parameters
+        ----------
+        turn
+            Decoded, special tokens included, placeholders left out.
+        """
+        return turn
+
     def query_words(self, text: str) -> list[str]:
         """Words of a user's text that become query rows; content words unless the family says otherwise."""
         return content_words(text)
 
 
-def adapter_for(model: Any) -> ModelAdapter:
-    """The adapter of a model, by ``config.model_type``; other packages register theirs as entry points."""
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
-    installed = {entry.name: entry for entry in entry_points(group=GROUP)}
-    if model_type in installed:
-        found = installed[model_type].load()
-    elif model_type in BUILT_IN:
-        module, name = BUILT_IN[model_type].split(":")
-        found = getattr(import_module(module), name)
-    else:
-        known = ", ".join(sorted({*BUILT_IN, *installed}))
-        raise ValueError(
-            f"no adapter for {type(model).__name__} (model_type {model_type!r}); supported are {known}; "
-            "docs/add-a-model.md says how to add one"
-        )
-    adapter: ModelAdapter = found()
-    return adapter
+def image_inputs(arguments: Mapping[str, Any], index: int, count: int) -> dict[str, Any]:
+    """The inputs of one image of ``count``: its entry of those that have one per image, and plain settings."""
+    found = {}
+    for name, value in arguments.items():
+        if not isinstance(value, (torch.Tensor, list, tuple)):
+            found[name] = value
+        elif len(value) == count:
+            found[name] = value[index]
+    return found
 
 
-def supported() -> dict[str, str]:
-    """Model types that can be pruned here, each with its family's name."""
-    found: dict[str, Any] = {entry.name: entry.load() for entry in entry_points(group=GROUP)}
-    for model_type, path in BUILT_IN.items():
-        module, name = path.split(":")
-        found.setdefault(model_type, getattr(import_module(module), name))
-    return {model_type: adapter.family for model_type, adapter in sorted(found.items())}
+def split_attention(images: Sequence[EncodedImage], scores: torch.Tensor, keys: torch.Tensor) -> list[EncodedImage]:
+    """Images with scores, (sum n,), and keys, (sum n, d_k), of all their tokens in order; without CLS."""
+    sizes = [crop.n for image in images for crop in image.crops]
+    crops = map(TowerAttention, torch.split(scores, sizes), torch.split(keys, sizes))
+    return [image.with_attention([next(crops) for _ in image.crops]) for image in images]

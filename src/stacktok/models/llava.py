@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,8 @@ import torch
 from torch import nn
 
 from stacktok.core.inputs import Mask
-from stacktok.core.tokens import EncodedImage, TowerAttention, single_crop
-from stacktok.models.base import ModelAdapter, TowerReading
+from stacktok.core.tokens import EncodedImage, ImageLayout, TowerAttention
+from stacktok.models.base import EncoderCall, Features, ModelAdapter, TowerReading
 
 # A quarter of a grey level after normalisation: rounding to half precision stays below it, another colour does not.
 _SAME_COLOUR = 0.25 / 255 / 0.27
@@ -23,40 +22,39 @@ class LlavaAdapter(ModelAdapter):
     """LlavaForConditionalGeneration."""
 
     family = "LLaVA-1.5"
+    eligible_from_pixels = True
 
-    def encode(
-        self, modality: str, output: Any, arguments: Mapping[str, Any], model: Any, processor: Any
-    ) -> list[EncodedImage]:
+    def layout(self, config: Any, inputs: Mapping[str, Any], processor: Any = None) -> ImageLayout:
         """One crop per image; patches of a padded border are not eligible."""
-        vision = tower_features(output.hidden_states, *feature_choice(arguments, model.config))
-        if len(vision) != len(output.pooler_output):
+        side = config.vision_config.image_size // config.vision_config.patch_size
+        strategy = inputs.get("vision_feature_select_strategy") or config.vision_feature_select_strategy
+        extra = 0 if strategy == "default" else 1
+        layout = ImageLayout.raster(square_grid(side * side + extra))
+        colour = pad_colour(getattr(processor, "image_processor", None))
+        pixels = inputs.get("pixel_values")
+        if colour is None or pixels is None:
+            return layout
+        return layout.with_eligible(inside_border(pixels, layout.crops[0].grid, colour))
+
+    def features(self, call: EncoderCall, layouts: Sequence[ImageLayout]) -> list[Features]:
+        """The layer that feeds the projector, and the projector's output."""
+        vision = tower_features(call)
+        if len(vision) != len(layouts):
             raise ValueError(
-                f"the vision tower encoded {len(vision)} views for {len(output.pooler_output)} images; "
+                f"the vision tower encoded {len(vision)} views for {len(layouts)} images; "
                 "this adapter needs one view per image"
             )
-        pixels = arguments.get("pixel_values")
-        colour = pad_colour(getattr(processor, "image_processor", None))
-        images = []
-        for index, projected in enumerate(output.pooler_output):
-            grid = square_grid(len(projected))
-            eligible = None
-            if colour is not None and pixels is not None:
-                eligible = inside_border(pixels[index], grid, colour)
-            images.append(
-                single_crop(vision[index].detach(), projected.detach(), grid, eligible, tau_query=self.tau_query)
-            )
-        return images
+        return list(zip(vision, call.units, strict=True))
 
     def tower_attention(self, model: Any) -> tuple[nn.Module, nn.Module, bool]:
         """The layer whose output feeds the projector."""
         return feature_layer(self.base(model).vision_tower, model.config)
 
     def add_attention(
-        self, images: list[EncodedImage], reading: TowerReading, output: Any, arguments: Mapping[str, Any], model: Any
+        self, images: Sequence[EncodedImage], reading: TowerReading, call: EncoderCall
     ) -> list[EncodedImage]:
-        """One view per image."""
-        states = tower_features(output.hidden_states, feature_choice(arguments, model.config)[0], "full")
-        return with_views(images, reading, states, self.base(model).multi_modal_projector)
+        """One sequence of the tower per crop."""
+        return with_views(images, reading, tower_features(call, "full"), self.base(call.model).multi_modal_projector)
 
 
 def feature_layer(tower: Any, config: Any) -> tuple[nn.Module, nn.Module, bool]:
@@ -77,7 +75,7 @@ def feature_layer(tower: Any, config: Any) -> tuple[nn.Module, nn.Module, bool]:
 
 @torch.no_grad()
 def with_views(
-    images: list[EncodedImage], reading: TowerReading, states: torch.Tensor, project: Any
+    images: Sequence[EncodedImage], reading: TowerReading, states: torch.Tensor, project: Any
 ) -> list[EncodedImage]:
     """Images whose crops are the tower's views, in order, each with its attention.
 
@@ -88,60 +86,38 @@ def with_views(
     reading
         One sequence per view.
     states
-        What feeds the projector, CLS included where there is one, (views, n + 1, d_v).
+        The projector's input, CLS included where there is one, (views, n + 1, d_v).
     project
         The projector.
     """
     count = sum(len(image.crops) for image in images)
     if len(reading.scores) != count:
         raise ValueError(f"the vision tower attended over {len(reading.scores)} views for {count} crops")
-    crops = iter(range(count))
-    found = []
-    for image in images:
-        views = [next(crops) for _ in image.crops]
-        found.append(
-            replace(
-                image,
-                crops=tuple(
-                    replace(
-                        crop,
-                        attention=TowerAttention(
-                            reading.scores[view],
-                            reading.keys[view],
-                            states[view, 0].detach() if reading.has_cls else None,
-                            torch.no_grad()(project),
-                        ),
-                    )
-                    for crop, view in zip(image.crops, views, strict=True)
-                ),
-            )
-        )
-    return found
-
-
-def feature_choice(arguments: Mapping[str, Any], config: Any) -> tuple[int | Sequence[int], str]:
-    """The tower's layer (or layers) and the select strategy in force: the call's, else the config's."""
-    layer = arguments.get("vision_feature_layer")
-    strategy = arguments.get("vision_feature_select_strategy")
-    return (
-        config.vision_feature_layer if layer is None else layer,
-        config.vision_feature_select_strategy if strategy is None else strategy,
+    views = iter(
+        TowerAttention(scores, keys, view[0].detach() if reading.has_cls else None, torch.no_grad()(project))
+        for scores, keys, view in zip(reading.scores, reading.keys, states, strict=True)
     )
+    return [image.with_attention([next(views) for _ in image.crops]) for image in images]
 
 
-def tower_features(hidden_states: Sequence[torch.Tensor], layer: int | Sequence[int], strategy: str) -> torch.Tensor:
-    """Pre-projector features, (views, n, d_v): what the projector was given.
+def tower_features(call: EncoderCall, strategy: str | None = None) -> torch.Tensor:
+    """The projector's input, (views, n, d_v): the tower's layer or layers and select strategy of the call or config.
 
     Parameters
     ----------
-    hidden_states
-        The tower's hidden states, each (views, n + 1, d_v) with CLS first.
-    layer
-        Which of them feeds the projector; several are joined along the features.
+    call
+        The encoder call.
     strategy
-        "default" drops CLS, "full" keeps it.
+        "default" drops CLS, "full" keeps it; None takes the one in force.
     """
-    chosen = [hidden_states[index] for index in ([layer] if isinstance(layer, int) else layer)]
+
+    def in_force(name: str) -> Any:
+        given = call.arguments.get(name)
+        return getattr(call.config, name) if given is None else given
+
+    layer = in_force("vision_feature_layer")
+    strategy = strategy or in_force("vision_feature_select_strategy")
+    chosen = [call.output.hidden_states[index] for index in ([layer] if isinstance(layer, int) else layer)]
     if strategy == "default":
         chosen = [states[:, 1:] for states in chosen]
     return torch.cat(chosen, dim=-1)

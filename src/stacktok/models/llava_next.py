@@ -11,149 +11,110 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
-from stacktok.core.tokens import EncodedCrop, EncodedImage, Ints
-from stacktok.models.base import ModelAdapter, TowerReading
-from stacktok.models.llava import feature_choice, feature_layer, tower_features, with_views
+from stacktok.core.tokens import CropLayout, ImageLayout, Ints
+from stacktok.models.base import EncoderCall, Features
+from stacktok.models.llava import LlavaAdapter, tower_features
 
 
-class LlavaNextAdapter(ModelAdapter):
+class LlavaNextAdapter(LlavaAdapter):
     """LlavaNextForConditionalGeneration, with Vicuna and Mistral language models."""
 
     family = "LLaVA-NeXT"
+    eligible_from_pixels = False
 
-    def encode(
-        self, modality: str, output: Any, arguments: Mapping[str, Any], model: Any, processor: Any
-    ) -> list[EncodedImage]:
-        """Base view and tiles of each image."""
-        if arguments.get("image_sizes") is None:
+    def layout(self, config: Any, inputs: Mapping[str, Any], processor: Any = None) -> ImageLayout:
+        """Base view and tiles; tokens of the letterbox are not eligible."""
+        if inputs.get("image_sizes") is None:
             raise ValueError(
                 "image features of LLaVA-NeXT need their image_sizes; compute them inside the with block, "
                 "or pass pixel_values"
             )
-        vision = tower_features(output.hidden_states, *feature_choice(arguments, model.config))
-        config = model.config
-        images, first = [], 0
-        for size, packed in zip(arguments["image_sizes"], output.pooler_output, strict=True):
-            layout = canvas_layout(size, config.image_grid_pinpoints, config.vision_config)
-            views = slice(first, first + 1 + layout.tiles)
-            seen = vision[views].detach()
-            with torch.no_grad():
-                projected = unpack(packed.detach(), layout, seen, self.base(model).multi_modal_projector)
-            images.append(encode_tiles(seen, projected, layout, tau_query=self.tau_query))
-            first = views.stop
-        return images
-
-    def tower_attention(self, model: Any) -> tuple[nn.Module, nn.Module, bool]:
-        """The layer whose output feeds the projector."""
-        return feature_layer(self.base(model).vision_tower, model.config)
-
-    def add_attention(
-        self, images: list[EncodedImage], reading: TowerReading, output: Any, arguments: Mapping[str, Any], model: Any
-    ) -> list[EncodedImage]:
-        """Base view and tiles of each image, in order."""
-        states = tower_features(output.hidden_states, feature_choice(arguments, model.config)[0], "full")
-        return with_views(images, reading, states, self.base(model).multi_modal_projector)
-
-
-class CanvasLayout:
-    """How the tiles of one image fill the language model's rows.
-
-    Attributes
-    ----------
-    side
-        Rows and columns of a view.
-    tiles
-        Number of tiles, the base view not counted.
-    places
-        Place of every tile's tokens, (tiles, side^2), -1 in the letterbox.
-    lines
-        Canvas row of every tile's tokens after unpadding, (tiles, side^2), -1 in the letterbox.
-    newlines
-        Place of the newline after every canvas row.
-    length
-        Rows of the language model's input, base view and newlines included.
-    """
-
-    def __init__(self, side: int, tile_rows: int, tile_columns: int, size: Sequence[int]) -> None:
         from transformers.models.llava_next import modeling_llava_next
 
         stock: Any = modeling_llava_next
-        self.side, self.tiles = side, tile_rows * tile_columns
-        n = side * side
-        tokens = torch.arange(self.tiles * n).view(tile_rows, tile_columns, side, side)
-        canvas = tokens.permute(0, 2, 1, 3).reshape(tile_rows * side, tile_columns * side)
-        kept = stock.unpad_image(canvas[None], list(size))[0].numpy()
-        rows, columns = kept.shape
-        line = np.repeat(np.arange(rows), columns).reshape(rows, columns)
-        places, lines = np.full(self.tiles * n, -1, dtype=np.int64), np.full(self.tiles * n, -1, dtype=np.int64)
-        places[kept] = n + line * (columns + 1) + np.arange(columns)
-        lines[kept] = line
-        self.places: Ints = places.reshape(-1, n)
-        self.lines: Ints = lines.reshape(-1, n)
-        self.newlines: Ints = n + np.arange(rows, dtype=np.int64) * (columns + 1) + columns
-        self.length = n + rows * (columns + 1)
+        vision = config.vision_config
+        height, width = (int(length) for length in inputs["image_sizes"])
+        rows, columns = stock.get_anyres_image_grid_shape(
+            (height, width), config.image_grid_pinpoints, vision.image_size
+        )
+        return canvas_layout(vision.image_size // vision.patch_size, rows, columns, (height, width))
+
+    def features(self, call: EncoderCall, layouts: Sequence[ImageLayout]) -> list[Features]:
+        """All views of every image; the letterbox, which the model drops after projecting, is projected again."""
+        vision = tower_features(call).detach()
+        views = torch.split(vision, [len(layout.crops) for layout in layouts])
+        project = self.base(call.model).multi_modal_projector
+        with torch.no_grad():
+            return [
+                (own.flatten(0, 1), unpack(packed.detach(), layout, own.flatten(0, 1), project))
+                for own, packed, layout in zip(views, call.units, layouts, strict=True)
+            ]
 
 
-def canvas_layout(size: Any, pinpoints: list[list[int]], vision_config: Any) -> CanvasLayout:
-    """The layout of an image of ``size`` (height, width) under a model's tile shapes."""
-    from transformers.models.llava_next import modeling_llava_next
-
-    stock: Any = modeling_llava_next
-    height, width = (int(side) for side in size)
-    rows, columns = stock.get_anyres_image_grid_shape((height, width), pinpoints, vision_config.image_size)
-    return CanvasLayout(vision_config.image_size // vision_config.patch_size, rows, columns, (height, width))
-
-
-def encode_tiles(
-    vision: torch.Tensor, projected: torch.Tensor, layout: CanvasLayout, *, tau_query: float = 0.02
-) -> EncodedImage:
-    """Base view and tiles of one image as crops.
+def canvas_layout(side: int, tile_rows: int, tile_columns: int, size: tuple[int, int]) -> ImageLayout:
+    """Base view and tiles of an image: tiles on a canvas, letterbox cut away, every canvas row closed by a newline.
 
     Parameters
     ----------
-    vision, projected
-        Pre- and post-projector features of all views, (1 + tiles, n, d_v) and (1 + tiles, n, d), base view first.
-    layout
-        Where each token of each tile stands.
-    tau_query
-        The family's temperature.
+    side
+        Tokens of a view's side.
+    tile_rows, tile_columns
+        Tiles of the canvas.
+    size
+        Height and width of the picture.
     """
-    views: list[tuple[Ints, Ints | None]] = [(np.arange(layout.side**2, dtype=np.int64), None)]
-    views.extend((layout.places[tile], layout.lines[tile]) for tile in range(layout.tiles))
-    crops = [
-        EncodedCrop(
-            vision=vision[view],
-            projected=projected[view],
-            grid=(layout.side, layout.side),
-            eligible=places >= 0,
-            places=places,
-            separators=lines,
-        )
-        for view, (places, lines) in enumerate(views)
+    from transformers.models.llava_next import modeling_llava_next
+
+    stock: Any = modeling_llava_next
+    n, tiles = side * side, tile_rows * tile_columns
+    tokens = torch.arange(tiles * n).view(tile_rows, tile_columns, side, side)
+    canvas = tokens.permute(0, 2, 1, 3).reshape(tile_rows * side, tile_columns * side)
+    return pack_canvas(stock.unpad_image(canvas[None], list(size))[0].numpy(), tiles, (side, side))
+
+
+def pack_canvas(kept: Ints, tiles: int, grid: tuple[int, int]) -> ImageLayout:
+    """A base view, then canvas rows that each end with a newline.
+
+    Parameters
+    ----------
+    kept
+        The canvas after unpadding: indices into the tiles' tokens, tile after tile, (rows, columns).
+    tiles, grid
+        Number of tiles, and a view's grid.
+    """
+    n = grid[0] * grid[1]
+    rows, columns = kept.shape
+    line = np.repeat(np.arange(rows), columns).reshape(rows, columns)
+    offsets, lines = np.full(tiles * n, -1, dtype=np.int64), np.full(tiles * n, -1, dtype=np.int64)
+    offsets[kept] = n + line * (columns + 1) + np.arange(columns)
+    lines[kept] = line
+    crops = [CropLayout.raster(grid)]
+    crops += [
+        CropLayout(grid, own >= 0, own, own_lines)
+        for own, own_lines in zip(offsets.reshape(tiles, n), lines.reshape(tiles, n), strict=True)
     ]
-    return EncodedImage(tuple(crops), layout.length, layout.newlines, tau_query)
+    newlines = n + np.arange(rows, dtype=np.int64) * (columns + 1) + columns
+    return ImageLayout(tuple(crops), n + rows * (columns + 1), newlines)
 
 
-def unpack(packed: torch.Tensor, layout: CanvasLayout, vision: torch.Tensor, project: Any) -> torch.Tensor:
-    """Post-projector features of all views, (1 + tiles, n, d).
+def unpack(packed: torch.Tensor, layout: ImageLayout, vision: torch.Tensor, project: Any) -> torch.Tensor:
+    """Post-projector features of all tokens of an image, (n, d).
 
     Parameters
     ----------
     packed
-        Rows of the language model's input, (length, d), which lack the letterbox.
+        The language model's input, (length, d), which lacks the letterbox.
     layout
-        Where each token of each tile stands in them.
+        Where each token stands in it.
     vision
-        Pre-projector features, (1 + tiles, n, d_v).
+        Pre-projector features, (n, d_v).
     project
-        The projector. Letterbox tokens are never kept, but all encoded positions are affinity targets.
+        The projector. Letterbox tokens are never kept, but all encoded tokens are affinity targets.
     """
-    n = layout.side**2
-    places = torch.from_numpy(np.concatenate([np.arange(n)[None], layout.places])).to(packed.device)
-    projected = packed[places.clamp_min(0)]
-    letterbox = places < 0
+    offsets = torch.from_numpy(np.concatenate([crop.offsets for crop in layout.crops])).to(packed.device)
+    projected = packed[offsets.clamp_min(0)]
+    letterbox = offsets < 0
     if bool(letterbox.any()):
         projected[letterbox] = project(vision[letterbox.to(vision.device)]).to(projected)
     return projected

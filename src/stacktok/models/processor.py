@@ -22,7 +22,7 @@ def load_processor(name: str, model_type: str) -> Any:
     transformers: Any = import_module("transformers")
     available: Any = import_module("transformers.utils").is_torchvision_available
     if model_type != "qwen2_5_vl" or available():
-        return transformers.AutoProcessor.from_pretrained(name)
+        return transformers.AutoProcessor.from_pretrained(name, trust_remote_code=False)
     parent: Any = transformers.Qwen2_5_VLProcessor
 
     class Qwen2_5_VLProcessor(parent):  # type: ignore[misc]  # noqa: N801 - saved under the name that loads it
@@ -36,4 +36,4 @@ def load_processor(name: str, model_type: str) -> Any:
             # The parent's own constructor insists on a video processor; its parent's takes what this one names.
             super(parent, self).__init__(image_processor, tokenizer, chat_template=chat_template)
 
-    return Qwen2_5_VLProcessor.from_pretrained(name)
+    return Qwen2_5_VLProcessor.from_pretrained(name, trust_remote_code=False)

@@ -2,18 +2,76 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from stacktok.models.pictures import DEFAULT_LIMITS, PictureLimits, check_picture
 
-def prompt_inputs(processor: Any, image: Any, question: str, model: Any) -> Any:
-    """Model inputs of one question on one picture, in the processor's own template."""
-    content = [{"type": "image"}, {"type": "text", "text": question}]
+
+def plain_text(text: str, processor: Any) -> str:
+    """A user's text in which no word stands for an image or a video.
+
+    ``<image>`` in a question would be taken for one more picture. It is written ``< image >``, which every tokenizer
+    reads as text.
+
+    Parameters
+    ----------
+    text
+        What the user wrote.
+    processor
+        The model's, whose markers are looked for.
+    """
+    markers = {"<image>", "<video>"}
+    for owner in (processor, getattr(processor, "tokenizer", None)):
+        markers.update(str(getattr(owner, f"{kind}_token", None) or "<image>") for kind in ("image", "video"))
+    for marker in sorted(markers, key=len, reverse=True):
+        text = text.replace(marker, f"{marker[0]} {marker[1:-1]} {marker[-1]}")
+    return text
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]], processor: Any) -> list[dict[str, Any]]:
+    """A conversation whose texts are `plain_text`; its images stay where they are."""
+
+    def plain(part: Any) -> Any:
+        if isinstance(part, str):
+            return plain_text(part, processor)
+        return {**part, "text": plain_text(part["text"], processor)} if part.get("type") == "text" else part
+
+    return [
+        {
+            **message,
+            "content": plain(message["content"])
+            if isinstance(message["content"], str)
+            else [plain(part) for part in message["content"]],
+        }
+        for message in messages
+    ]
+
+
+def prompt_inputs(processor: Any, image: Any, question: str, model: Any, limits: PictureLimits = DEFAULT_LIMITS) -> Any:
+    """Model inputs of one question on one picture, in the processor's own template.
+
+    Parameters
+    ----------
+    processor, model
+        Of the model that is asked.
+    image
+        A picture in RGB.
+    question
+        Plain text; a marker such as ``<image>`` in it is text.
+    limits
+        Bounds on the picture, checked before it is processed, and on its tokens, checked before it is encoded.
+    """
+    check_picture(image.width, image.height, limits=limits)
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
     if getattr(processor, "chat_template", None):
         prompt = processor.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+            plain_messages(messages, processor), tokenize=False, add_generation_prompt=True
         )
     else:
-        prompt = f"USER: {getattr(processor, 'image_token', '<image>')}\n{question} ASSISTANT:"
+        prompt = f"USER: {getattr(processor, 'image_token', '<image>')}\n{plain_text(question, processor)} ASSISTANT:"
     inputs = processor(images=[image], text=[prompt], return_tensors="pt")
+    tokens = int((inputs["input_ids"] == model.config.image_token_id).sum())
+    check_picture(image.width, image.height, tokens=tokens, limits=limits)
     parameter = next(model.parameters())
     return inputs.to(parameter.device, parameter.dtype)

@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import regex
+
 ANSWER_FORMATS = (
     "Answer the question using a single word or phrase.",
     "Answer with the option's letter from the given choices directly.",
@@ -26,6 +28,13 @@ FUNCTION_WORDS = frozenset(
 """The 47 words on which the literature's numbers are based."""
 
 
+# A word is a run of letters, digits and marks, joiners inside it included; an emoji, modifiers, flags and joined
+# sequences included, is a word of its own. On plain English the words are those of ``\b\w+\b``.
+_EMOJI = r"(?:\p{Emoji_Presentation}|\p{Extended_Pictographic}\ufe0f)[\p{Emoji_Modifier}\ufe0f]*"
+_JOINED = r"\u200d\p{Extended_Pictographic}[\p{Emoji_Modifier}\ufe0f]*"
+_WORD = regex.compile(rf"\p{{RI}}\p{{RI}}|{_EMOJI}(?:{_JOINED})*|[\w\p{{M}}]+(?:[\u200c\u200d][\w\p{{M}}]+)*")
+
+
 class Markers(NamedTuple):
     """Text that opens and closes a user turn in a rendered prompt."""
 
@@ -36,10 +45,11 @@ class Markers(NamedTuple):
 KNOWN_MARKERS = (
     Markers("<|im_start|>user", "<|im_end|>"),
     Markers("<|start_header_id|>user<|end_header_id|>", "<|eot_id|>"),
+    Markers("<|user|>", "<|assistant|>"),
     Markers("[INST]", "[/INST]"),
     Markers("USER:", "ASSISTANT:"),
 )
-"""ChatML, Llama 3, Mistral and Vicuna: for prompts written by hand, and processors without a template."""
+"""ChatML, Llama 3, GLM, Mistral and Vicuna: for prompts written by hand, and processors without a template."""
 
 # Two turns whose texts cannot occur in a template, so that what stands around them is the template's own.
 _PROBES = ("\u2780stacktok\u2781", "\u2782stacktok\u2783", "\u2784stacktok\u2785")
@@ -52,7 +62,7 @@ def content_words(text: str) -> list[str]:
     """
     for sentence in ANSWER_FORMATS:
         text = text.replace(sentence, "")
-    kept = [word for word in re.findall(r"\b\w+\b", text) if word.lower() not in FUNCTION_WORDS]
+    kept = [word for word in _WORD.findall(text) if word.lower() not in FUNCTION_WORDS]
     return kept or text.split()
 
 
@@ -61,12 +71,27 @@ def question_words(text: str) -> list[str]:
     return ["Question:", *text.split()] if text.strip() else []
 
 
-def word_ids(tokenizer: Any, words: Sequence[str]) -> list[int]:
-    """Token ids of the words, each tokenised as a word of its own, without special tokens."""
+def word_ids(tokenizer: Any, words: Sequence[str], *, keep_blanks: bool = False) -> list[int]:
+    """Token ids of the words, each tokenised as a word of its own, without special tokens.
+
+    Parameters
+    ----------
+    tokenizer
+        The model's.
+    words
+        The words.
+    keep_blanks
+        Keep tokens that are nothing but a space, which Llama's tokenizer puts before words that it has no own token
+        for.
+    """
     if not words:
         return []
     encoded = tokenizer(list(words), add_special_tokens=False)["input_ids"]
-    return [int(token) for ids in encoded for token in ids]
+    ids = [int(token) for own in encoded for token in own]
+    if keep_blanks:
+        return ids
+    blank = {token for token in set(ids) if not tokenizer.convert_ids_to_tokens(token).strip("\u2581\u0120 \t\n")}
+    return [token for token in ids if token not in blank]
 
 
 def template_markers(render: Callable[[list[dict[str, Any]]], str]) -> Markers | None:
@@ -129,13 +154,45 @@ def decoded_markers(markers: Iterable[Markers], tokenizer: Any) -> tuple[Markers
 
 
 def last_user_turn(text: str, markers: Iterable[Markers]) -> str | None:
-    """The text of the last user turn, or None where no marker is found."""
+    """The text of the last user turn, or None where no marker is found.
+
+    A marker counts where a turn can begin or end: one that opens a turn inside a user's turn is the user's own text,
+    and so is one that closes it before the prompt's last, if the prompt ends with one. An opened turn that never
+    closes, after one that did, is what a caller made the assistant say. A marker in an earlier answer is ambiguous
+    where the template has no special tokens, and is taken for a marker.
+    """
     for begin, end in markers:
-        start = text.rfind(begin)
-        if start >= 0:
-            turn = text[start + len(begin) :]
-            return turn.split(end, 1)[0]
+        events = [(found.start(), found.end(), True) for found in _marker(begin).finditer(text)]
+        events += [(found.start(), found.end(), False) for found in _marker(end).finditer(text)]
+        opened: int | None = None
+        turn: tuple[int, int] | None = None
+        for start, stop, opens in sorted(events):
+            if opens and opened is None:
+                opened = stop
+            elif not opens and opened is not None:
+                turn, opened = (opened, start), None
+        if turn is None and opened is not None:
+            turn = (opened, len(text))
+        if turn is not None:
+            last = text.rstrip()
+            return text[turn[0] : max(turn[1], len(last) - len(end)) if last.endswith(end) else turn[1]]
     return None
+
+
+def _marker(text: str) -> re.Pattern[str]:
+    """Finds a marker that is not the end of a longer word."""
+    return re.compile((r"(?<!\w)" if text[:1].isalnum() else "") + re.escape(text))
+
+
+def spans_of_words(text: str, words: Sequence[str]) -> list[tuple[int, int]]:
+    """First and past-the-last character of words that stand in a text in this order; others are left out."""
+    spans, at = [], 0
+    for word in words:
+        start = text.find(word, at)
+        if start >= 0:
+            at = start + len(word)
+            spans.append((start, at))
+    return spans
 
 
 def without_special_tokens(text: str, tokenizer: Any) -> str:

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import warnings
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import Any
 
 from stacktok.models.base import ModelAdapter
-from stacktok.models.query import decoded_markers, last_user_turn, processor_markers, without_special_tokens
+from stacktok.models.query import (
+    decoded_markers,
+    last_user_turn,
+    processor_markers,
+    spans_of_words,
+    without_special_tokens,
+)
+
+# Of a longer turn the last tokens are looked at.
+_TURN_TOKENS = 1024
 
 
 class PromptReader:
@@ -31,7 +41,32 @@ class PromptReader:
 
     def prompt_words(self, ids: Sequence[int]) -> list[str]:
         """Query words of the last user turn of a prompt, given without placeholders and padding."""
+        turn = self._turn(self.tokenizer.decode(ids, skip_special_tokens=False))
+        return self.adapter.query_words(without_special_tokens(self.adapter.user_text(turn), self.tokenizer))
+
+    def prompt_rows(self, ids: Sequence[int]) -> list[int]:
+        """Those of a prompt's token ids that its query words are made of, as they stand there."""
         text = self.tokenizer.decode(ids, skip_special_tokens=False)
+        turn = self._turn(text)
+        first = text.rfind(turn)
+        spans = [(first + start, first + stop) for start, stop in spans_of_words(turn, self.prompt_words(ids))]
+
+        def end(token: int) -> int:
+            """Characters up to and including a token: it begins where the decoded prefix before it ends."""
+            return len(self.tokenizer.decode(ids[: token + 1], skip_special_tokens=False))
+
+        tokens = range(len(ids))
+        last = bisect_left(tokens, first + len(turn), key=end)
+        window = range(max(bisect_right(tokens, first, key=end), last + 1 - _TURN_TOKENS), min(last + 1, len(ids)))
+        ends = [end(token) for token in window]
+        begins = [end(window.start - 1) if window.start else 0, *ends]
+        return [
+            ids[token]
+            for token, begin, stop in zip(window, begins, ends, strict=False)
+            if any(a < stop and begin < b for a, b in spans)
+        ]
+
+    def _turn(self, text: str) -> str:
         turn = last_user_turn(text, self.markers)
         if turn is None:
             turn = text
@@ -40,9 +75,9 @@ class PromptReader:
                 warnings.warn(
                     "no user turn of a known chat template was found in the prompt, so all of its text is the query; "
                     + self.remedy,
-                    stacklevel=2,
+                    stacklevel=3,
                 )
-        return self.adapter.query_words(without_special_tokens(turn, self.tokenizer))
+        return turn
 
     def has_user_turn(self, ids: Sequence[int]) -> bool:
         """Whether tokens open a user turn."""

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from stacktok.models.base import ModelAdapter, adapter_for
-from stacktok.runtime.inside import InsideSession
+from stacktok.models.base import ModelAdapter
+from stacktok.models.registry import adapter_for
+from stacktok.runtime.before import BeforePruning
+from stacktok.runtime.capture import EncoderTap
+from stacktok.runtime.inside import InsidePruning
 from stacktok.runtime.run import Pruned
-from stacktok.runtime.session import FeatureTap, Session
 
 if TYPE_CHECKING:
     from stacktok.methods.base import Method
@@ -31,6 +33,12 @@ class Attachment:
         self.model = getattr(model, "_orig_mod", model)
         self.method, self.processor = method, processor
         self.adapter = adapter if adapter is not None else adapter_for(self.model)
+        head = getattr(self.model, "get_output_embeddings", None)
+        if head is not None and not hasattr(self.model, "lm_head") and head() is None:
+            raise TypeError(
+                f"model is a {type(self.model).__name__}, which has no language-model head and cannot generate; give "
+                "the model that AutoModelForImageTextToText loads"
+            )
         if processor is not None and getattr(processor, "tokenizer", None) is None:
             raise TypeError(
                 f"processor has type {type(processor).__name__} and no tokenizer; give the model's AutoProcessor"
@@ -48,18 +56,18 @@ class Attachment:
 
     def __enter__(self) -> Pruned:
         taps = vars(self.adapter.base(self.model)).values()
-        if any(isinstance(tap, FeatureTap) for tap in taps):
+        if any(isinstance(tap, EncoderTap) for tap in taps):
             raise ValueError(
                 f"this {type(self.model).__name__} is already being pruned; leave the first with block before another"
             )
-        kind: Any = InsideSession if self.method.stage == "inside" else Session
-        session = kind(self.method, self.model, self.processor, self.adapter)
+        kind: Any = InsidePruning if self.method.stage == "inside" else BeforePruning
+        pruning = kind(self.method, self.model, self.processor, self.adapter)
         try:
-            session.attach(self._undo)
+            pruning.attach(self._undo)
         except BaseException:
             self._detach()
             raise
-        run: Pruned = session.run
+        run: Pruned = pruning.run
         return run
 
     def __exit__(

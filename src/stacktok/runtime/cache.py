@@ -6,7 +6,7 @@ away with it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,10 @@ class CacheState:
         Whether the kept tokens were chosen for the question in the prompt.
     text_from
         First column after the last image: what follows is text, and may be cut off again.
+    places
+        Index of every column in the unpruned sequence, (B, C).
+    next_place
+        The index that comes next there.
     """
 
     valid: torch.Tensor
@@ -40,6 +44,8 @@ class CacheState:
     next_used: torch.Tensor
     from_prompt: bool
     text_from: int
+    places: torch.Tensor
+    next_place: int
 
     @property
     def length(self) -> int:
@@ -56,13 +62,12 @@ class CacheState:
                 f"past_key_values was pruned for {rows} prompts and is continued with {batch}; keep the batch as it was"
             )
         times = batch // rows
-        return CacheState(
-            self.valid.repeat_interleave(times, 0),
-            self.padded,
-            self.next_original.repeat_interleave(times, 0),
-            self.next_used.repeat_interleave(times, 0),
-            self.from_prompt,
-            self.text_from,
+        return replace(
+            self,
+            valid=self.valid.repeat_interleave(times, 0),
+            next_original=self.next_original.repeat_interleave(times, 0),
+            next_used=self.next_used.repeat_interleave(times, 0),
+            places=self.places.repeat_interleave(times, 0),
         )
 
     def cut(self, length: int) -> CacheState:
@@ -73,13 +78,13 @@ class CacheState:
                 "cut no further, or start without past_key_values"
             )
         lost = self.length - length
-        return CacheState(
-            self.valid[:, :length],
-            self.padded,
-            self.next_original - lost,
-            self.next_used - lost,
-            self.from_prompt,
-            self.text_from,
+        return replace(
+            self,
+            valid=self.valid[:, :length],
+            next_original=self.next_original - lost,
+            next_used=self.next_used - lost,
+            places=self.places[:, :length],
+            next_place=self.next_place - lost,
         )
 
     def mask(self, past: int, new: torch.Tensor) -> torch.Tensor:
@@ -87,6 +92,11 @@ class CacheState:
         valid = self.valid.to(new.device)
         since = torch.ones((len(valid), past - self.length), dtype=torch.bool, device=new.device)
         return torch.cat([valid, since, new], dim=1)
+
+    def placed(self, past: int, new: int) -> torch.Tensor:
+        """Indices in the unpruned sequence of the cache's columns, those added since, and new ones, (B, past + q)."""
+        more = torch.arange(self.next_place, self.next_place + past - self.length + new, device=self.places.device)
+        return torch.cat([self.places, more.expand(len(self.places), -1)], dim=1)
 
 
 def state_of(cache: Any) -> tuple[CacheState | None, int]:

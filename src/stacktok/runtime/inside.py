@@ -1,34 +1,34 @@
-"""The hooks of a method that works inside the language model.
+"""Pruning inside the language model.
 
-The prompt enters whole. At a cut the attention module of one layer is read for the wanted rows alone, and a pre-hook
-on the next layer drops the hidden states that go and appends those that were made of them. From there on the layers
-are given a shorter sequence with positions and a mask of its own, so that the caches of the layers differ in length;
-what those lengths mean is left on the cache, where later steps find it.
+The prompt enters whole. At a cut the queries and keys of one layer are read, and a pre-hook on the next layer shows the
+method a view of every image, drops the hidden states that go and appends those that were made of them. From there on
+the layers are given a shorter sequence with positions and a mask of its own, so that the caches of the layers differ in
+length; the meaning of those lengths is left on the cache, where later steps find it.
 """
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from stacktok.core.attention import row_attention
 from stacktok.core.budget import Budget
 from stacktok.core.inputs import Mask
 from stacktok.core.tokens import SEPARATOR, EncodedImage, Ints, Reduction
-from stacktok.models.base import ModelAdapter
-from stacktok.runtime.compaction import Layout, count_positions, padding_of
+from stacktok.methods.choice import MergedTokens, checked_indices
+from stacktok.methods.layer_method import LayerMethod, LayerView, Reading
+from stacktok.models.base import KeptTokens, ModelAdapter
+from stacktok.runtime.cache import state_of
+from stacktok.runtime.compaction import count_positions, padding_of
+from stacktok.runtime.hooks import Call, Pruning
 from stacktok.runtime.run import ImageResult
-from stacktok.runtime.session import Call, Session, _Feed
-from stacktok.runtime.tap import Tap
-
-if TYPE_CHECKING:
-    from stacktok.methods.inside import LayerMethod
+from stacktok.runtime.tap import Tap, read_without_attending
 
 _ATTRIBUTE = "_stacktok_layers"
 
@@ -43,16 +43,16 @@ class Stage:
         Column of the prompt that every column stands for, (B, L), -1 in padding.
     rotation
         Rotary cosines and sines of the columns, (B, L, d) each; None before the first cut, where the model's own hold.
-    mask
-        What the layers are given as attention mask.
     shift
         By how much positions of later tokens are lowered, (B,); None where positions are kept.
+    masks
+        The masks that layers are given, for recurrent ones and others; made where they are first needed.
     """
 
     origin: torch.Tensor
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
-    mask: torch.Tensor | None = None
     shift: torch.Tensor | None = None
+    masks: dict[bool, torch.Tensor | None] = field(default_factory=dict)
 
     @property
     def valid(self) -> torch.Tensor:
@@ -68,10 +68,10 @@ class Visual:
     ----------
     row, modality, index, image
         Where it is, and what it is.
-    columns
-        Its columns in the prompt.
-    raters
-        Columns of the text tokens whose attention counts.
+    indices
+        Its tokens in the prompt.
+    text
+        Text tokens of the prompt that follow it.
     keeps
         Tokens that stay at each cut.
     at
@@ -80,26 +80,32 @@ class Visual:
         What each of those was made of, as places of the image.
     per_cut
         Its number of tokens before the first cut and after each.
-    scores
-        What its tokens are ranked by at the next cut.
     """
 
     row: int
     modality: str
     index: int
     image: EncodedImage
-    columns: Ints
-    raters: Ints
+    indices: Ints
+    text: Ints
     keeps: tuple[int, ...]
     at: Ints
     sources: list[Ints]
     per_cut: list[int]
-    scores: torch.Tensor | None = None
 
 
 @dataclass(eq=False)
 class Plan:
-    """What happens to one prompt or batch while the layers run; times are those before and between the layers."""
+    """What happens to one prompt or batch while the layers run; times are those before and between the layers.
+
+    Attributes
+    ----------
+    embeds
+        Input embeddings of the prompt, (B, S, d).
+    entering, rotation, reading
+        Of the last layer of a cut: the hidden states and rotary cosines and sines that it was given, and its queries
+        and keys.
+    """
 
     visuals: list[Visual]
     stages: list[Stage]
@@ -109,7 +115,9 @@ class Plan:
     before: float = 0.0
     seconds: float = 0.0
     positions: torch.Tensor | None = None
+    entering: torch.Tensor | None = None
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
+    reading: Reading | None = None
 
     def rows(self, row: int) -> list[Visual]:
         """The images of a row, in order."""
@@ -133,16 +141,23 @@ class LayerCache:
     shift: tuple[torch.Tensor | None, ...]
 
 
-@dataclass(eq=False)
-class InsideCall(Call):
-    """A forward pass whose layers are cut, or that continues one."""
+@dataclass(frozen=True, eq=False)
+class Continuation:
+    """A later step on a cache that was cut.
 
-    plan: Plan | None = None
-    held: LayerCache | None = None
-    fresh: torch.Tensor | None = field(default=None)
+    Attributes
+    ----------
+    held
+        The meaning of the cache.
+    fresh
+        New tokens that are not padding, (B, q).
+    """
+
+    held: LayerCache
+    fresh: torch.Tensor
 
 
-class InsideSession(Session):
+class InsidePruning(Pruning):
     """A `LayerMethod` on a model while it is attached.
 
     Parameters
@@ -152,63 +167,59 @@ class InsideSession(Session):
     """
 
     def __init__(self, method: LayerMethod, model: Any, processor: Any, adapter: ModelAdapter) -> None:
-        untyped: Any = method
-        super().__init__(untyped, model, processor, adapter)
-        self.inside = method
-        self.depth = len(adapter.layers(model))
+        super().__init__(method, model, processor, adapter)
+        self.method = method
         self.cuts = method.layers(self.depth)
-        positions = method.positions or method.default_positions
-        self.keep_positions = adapter.mrope or positions == "kept"
+        self.ranking = [adapter.ranking_attention(model, layer) for layer in self.cuts]
+        self.keep_positions = adapter.mrope or (method.positions or method.default_positions) == "kept"
 
     def attach(self, undo: list[Callable[[], object]]) -> None:
-        """Set every hook; ``undo`` receives what takes each away again."""
+        """Set every hook; ``undo`` receives the functions that remove them."""
         super().attach(undo)
         layers = self.adapter.layers(self.model)
-        uncompiled: Any = torch.compiler.disable
-        for cut, layer in enumerate(self.cuts):
-            attention: Any = layers[layer]
-            Tap(attention.self_attn, self._reader(cut)).attach(undo)
+        for attention in self.ranking:
+            Tap(attention, self._read).attach(undo)
         for number in range(self.cuts[0], self.depth):
-            hook = uncompiled(self._layer(number))
-            undo.append(layers[number].register_forward_pre_hook(hook, with_kwargs=True).remove)
+            self.before_module(undo, layers[number], self._layer(number))
 
-    def _prune(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Plan the cuts of a prompt, or find what an earlier one left on the cache."""
-        call = self._call
-        if call is None:
-            return
-        self._local.call = call = InsideCall(call.input_ids, None, call.past, call.outputs)
+    def begin(self, call: Call, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """Note how much the cache holds; the base model's arguments stay as they are."""
+        call.past = state_of(kwargs.get("past_key_values"))[1]
+        return None
+
+    def enter(self, call: Call, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """Plan the cuts of a prompt, or find what an earlier one left on the cache; the prompt enters whole."""
         cache = kwargs.get("past_key_values")
         held: LayerCache | None = getattr(cache, _ATTRIBUTE, None)
         if held is not None and call.past:
             self._continue_layers(call, held, cache, kwargs)
-        if call.outputs or not call.past:
-            self.run.kept_positions = None
         if call.outputs and self.run.budget is not None:
             begin = time.perf_counter()
             call.plan = self._plan(call, self.run.budget, cache, kwargs)
-            planned = time.perf_counter() - begin
-            call.plan.before = planned + sum(self._encoded(m, output).seconds for m, output in call.outputs.items())
+            call.plan.before = time.perf_counter() - begin
+        return None
 
-    def _continue_layers(self, call: InsideCall, held: LayerCache, cache: Any, kwargs: dict[str, Any]) -> None:
+    def _continue_layers(self, call: Call, held: LayerCache, cache: Any, kwargs: dict[str, Any]) -> None:
         embeds, mask = kwargs["inputs_embeds"], kwargs.get("attention_mask")
-        name = type(self.inside).__name__
+        name = type(self.method).__name__
         if call.outputs:
             raise ValueError(f"{name} cannot add an image to a cache that it has cut; start without past_key_values")
         if call.input_ids is not None and call.input_ids.shape[1] > 1:
-            self._refuse_another_question(call.input_ids)
+            self.refuse_another_question(call.input_ids)
         batch, new = embeds.shape[:2]
         rows = len(held.valid[0])
         if batch % rows:
             raise ValueError(
                 f"past_key_values was pruned for {rows} prompts and is continued with {batch}; keep the batch as it was"
             )
-        call.held = LayerCache(
+        expanded = LayerCache(
             held.length,
             tuple(valid.repeat_interleave(batch // rows, 0) for valid in held.valid),
             tuple(None if shift is None else shift.repeat_interleave(batch // rows, 0) for shift in held.shift),
         )
         for layer in range(self.cuts[0] + 1, self.depth):
+            if self.recurrent[layer]:
+                continue
             cut = sum(number < layer for number in self.cuts) - 1
             expected = held.valid[cut].shape[1] + call.past - held.length
             if call.past < held.length or int(cache.get_seq_length(layer)) != expected:
@@ -216,14 +227,15 @@ class InsideSession(Session):
                     f"the layers of past_key_values have lengths that do not belong together, or lost a part of the "
                     f"prompt; {name} leaves caches of different lengths: start without past_key_values"
                 )
-        call.fresh = torch.ones((batch, new), dtype=torch.bool, device=embeds.device)
+        fresh = torch.ones((batch, new), dtype=torch.bool, device=embeds.device)
         if isinstance(mask, torch.Tensor) and mask.ndim == 2:
-            call.fresh = mask[:, -new:].bool().to(embeds.device)
+            fresh = mask[:, -new:].bool().to(embeds.device)
+        call.layers = Continuation(expanded, fresh)
 
     @torch.no_grad()
     def _plan(self, call: Call, budget: Budget, cache: Any, kwargs: dict[str, Any]) -> Plan:
-        """The images of every row, their raters, and how many tokens they keep at every cut."""
-        name = type(self.inside).__name__
+        """The images of every row, and how many tokens they keep at every cut."""
+        name = type(self.method).__name__
         embeds, mask = kwargs["inputs_embeds"], kwargs.get("attention_mask")
         batch, length, _ = embeds.shape
         if cache is not None and (getattr(cache, "is_compileable", False) or _is_static(cache)):
@@ -238,79 +250,47 @@ class InsideSession(Session):
         if window is not None and "sliding_attention" in getattr(config, "layer_types", [""]) and length > window:
             raise ValueError(f"{name} cannot follow a sliding window of {window} in a prompt of {length} tokens")
         padding = padding_of(mask, length, call.past)
-        valid: Mask = np.broadcast_to(True if padding is None else padding, (batch, length))
-        feeds, placeholders = {}, {}
-        for modality, output in call.outputs.items():
-            feeds[modality] = _Feed(modality, self._encoded(modality, output), output.pooler_output)
-            placeholders[modality] = self._placeholders(call, modality)
+        valid: Mask = np.array(np.broadcast_to(True if padding is None else padding, (batch, length)))
+        placement = self.capture.place(call.outputs, call.input_ids, valid)
         visuals = []
-        for row in range(batch):
-            held = np.logical_or.reduce([found[row] for found in placeholders.values()])
-            text = np.flatnonzero(valid[row] & ~held)
-            for modality, feed in feeds.items():
-                for _, index, columns in feed.take(np.flatnonzero(placeholders[modality][row])):
-                    after = text[text > columns[-1]]
-                    if not len(after):
-                        after = np.flatnonzero(valid[row])[-1:]
-                    visual_rows, text_rows = (
-                        embeds[row, torch.from_numpy(columns)],
-                        embeds[row, torch.from_numpy(after)],
+        for row, placed in enumerate(placement.rows):
+            text = np.flatnonzero(placement.text[row])
+            for one in placed:
+                after = text[text > one.indices[-1]]
+                if not len(after):
+                    after = np.flatnonzero(valid[row])[-1:]
+                n = len(one.indices)
+                visuals.append(
+                    Visual(
+                        row=row,
+                        modality=one.modality,
+                        index=one.index,
+                        image=one.image,
+                        indices=one.indices,
+                        text=after,
+                        keeps=self.method.keeps(self.depth, n, budget),
+                        at=one.indices,
+                        sources=[np.array([offset]) for offset in range(n)],
+                        per_cut=[n],
                     )
-                    n = len(columns)
-                    visuals.append(
-                        Visual(
-                            row=row,
-                            modality=modality,
-                            index=index,
-                            image=feed.encoded.images[index],
-                            columns=columns,
-                            raters=after[self.inside.raters(visual_rows, text_rows)],
-                            keeps=self.inside.keeps(self.depth, n, budget),
-                            at=columns,
-                            sources=[np.array([place]) for place in range(n)],
-                            per_cut=[n],
-                        )
-                    )
-        visuals.sort(key=lambda visual: (visual.row, int(visual.columns[0])))
-        origin = torch.arange(length).expand(batch, length).masked_fill(~torch.from_numpy(valid.copy()), -1)
-        times = max((feed.times for feed in feeds.values()), default=1)
-        return Plan(visuals, [Stage(origin)], not bool(valid[:, -1].all()), embeds, times)
+                )
+        origin = torch.arange(length).expand(batch, length).masked_fill(~torch.from_numpy(valid), -1)
+        return Plan(visuals, [Stage(origin)], not bool(valid[:, -1].all()), embeds, placement.times)
 
-    def _reader(self, cut: int) -> Callable[[torch.Tensor, torch.Tensor, float], None]:
-        """Scores the images' tokens by the attention of a cut's layer."""
-
-        def read(query: torch.Tensor, key: torch.Tensor, scaling: float) -> None:
-            call = self._call
-            plan = call.plan if isinstance(call, InsideCall) else None
-            if plan is None or plan.rotation is None:
-                return
-            begin = time.perf_counter()
-            origin = plan.stages[-1].origin
-            valid = (origin >= 0).to(query.device)
-            causal = torch.arange(origin.shape[1], device=query.device)
-            for visual in plan.visuals:
-                if visual.keeps[cut] >= len(visual.at):
-                    continue
-                b = visual.row
-                # Text columns only move; each stands for itself in every stage.
-                places = {int(column): at for at, column in enumerate(origin[b].tolist())}
-                rows = torch.tensor([places[int(column)] for column in visual.raters], device=query.device)
-                columns = torch.from_numpy(visual.at).to(query.device)
-                allowed = (causal[None, :] <= rows[:, None]) & valid[b][None, :]
-                attention = row_attention(query[b][:, rows], key[b], scaling, allowed)[..., columns]
-                visual.scores = self.inside.score(attention, _rotation(plan.rotation, b, rows, columns))
-            plan.seconds += time.perf_counter() - begin
-
-        return read
+    def _read(self, query: torch.Tensor, key: torch.Tensor, scaling: float, mask: Any) -> None:
+        plan: Plan | None = None if self.call is None else self.call.plan
+        if plan is not None:
+            plan.reading = (query.detach(), key.detach(), scaling)
 
     def _layer(self, number: int) -> Callable[..., Any]:
         """What a layer is given: after a cut a shorter sequence, and always what belongs to its stage."""
         cut_here = self.cuts.index(number - 1) if number - 1 in self.cuts else None
         stage = sum(layer < number for layer in self.cuts)
+        recurrent = self.recurrent[number]
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            call = self._call
-            if not isinstance(call, InsideCall):
+            call = self.call
+            if call is None:
                 return None
             hidden = args[0] if args else kwargs["hidden_states"]
             kwargs = dict(kwargs)
@@ -319,16 +299,20 @@ class InsideSession(Session):
                 if cut_here is not None:
                     begin = time.perf_counter()
                     hidden = self._cut(plan, cut_here, hidden, kwargs)
+                    plan.entering = plan.reading = None
                     plan.seconds += time.perf_counter() - begin
                 current = plan.stages[-1]
                 if current.rotation is not None:
-                    kwargs.update(position_embeddings=current.rotation, attention_mask=current.mask, position_ids=None)
+                    if recurrent not in current.masks:
+                        current.masks[recurrent] = self._mask(recurrent, current.valid.to(hidden.device), hidden)
+                    mask = current.masks[recurrent]
+                    kwargs.update(position_embeddings=current.rotation, attention_mask=mask, position_ids=None)
                 if number in self.cuts:
-                    plan.rotation = kwargs["position_embeddings"]
+                    plan.entering, plan.rotation = hidden, kwargs["position_embeddings"]
                     if plan.positions is None:
                         plan.positions = kwargs.get("position_ids")
-            elif call.held is not None and stage:
-                self._step(call, call.held, stage - 1, hidden, kwargs)
+            elif call.layers is not None and stage:
+                self._step(call, call.layers, recurrent, stage - 1, hidden, kwargs)
             else:
                 return None
             return ((hidden, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": hidden})
@@ -337,12 +321,11 @@ class InsideSession(Session):
 
     def _cut(self, plan: Plan, cut: int, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """The hidden states that go on, (B, L, d); appends the stage that they belong to."""
-        current = plan.stages[-1]
         if all(visual.keeps[cut] >= len(visual.at) for visual in plan.visuals):
             for visual in plan.visuals:
                 visual.per_cut.append(len(visual.at))
             return hidden
-        rows = [self._cut_row(plan, row, cut, hidden[row], current.origin[row]) for row in range(len(hidden))]
+        rows = [self._cut_row(plan, row, cut, hidden) for row in range(len(hidden))]
         length = max(len(states) for states, _ in rows)
         shorter = hidden.new_zeros((len(rows), length, hidden.shape[-1]))
         origin = torch.full((len(rows), length), -1, dtype=torch.long)
@@ -354,57 +337,97 @@ class InsideSession(Session):
                 visual.at = visual.at + start
         stage = Stage(origin)
         self._place(plan, stage, shorter, kwargs)
-        stage.mask = self._mask(stage.valid.to(hidden.device), length, shorter)
         plan.stages.append(stage)
         return shorter
 
-    def _cut_row(
-        self, plan: Plan, row: int, cut: int, states: torch.Tensor, origin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _cut_row(self, plan: Plan, row: int, cut: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What is left of one row: its states, (l, d), and the columns that they stand for, (l,)."""
-        from stacktok.methods.inside import top
-
-        pieces: list[torch.Tensor] = []
-        columns: list[torch.Tensor] = []
+        states, origin = hidden[row], plan.stages[-1].origin[row]
         valid = (origin >= 0).nonzero()[:, 0].numpy()
-        done = int(valid[0]) if len(valid) else 0
-        end = int(valid[-1]) + 1 if len(valid) else 0
-        count = 0
-
-        def add(what: torch.Tensor, where: torch.Tensor) -> None:
-            nonlocal count
-            pieces.append(what)
-            columns.append(where)
-            count += len(what)
-
+        # Sort keys: a token keeps its index; a made one stands behind its image.
+        stays, keys = np.isin(np.arange(len(origin)), valid), [valid.astype(np.float64)]
+        pieces, origins = [states], [origin]
         for visual in plan.rows(row):
-            first, last = int(visual.at[0]), int(visual.at[-1]) + 1
-            add(states[done:first], origin[done:first])
-            done = last
-            own, own_origin = states[first:last], origin[first:last]
-            start = count
-            if visual.keeps[cut] >= len(own):
-                add(own, own_origin)
-            elif visual.scores is None:
+            visual.per_cut.append(len(visual.at))
+            if visual.keeps[cut] >= len(visual.at):
+                continue
+            found = self._choose(plan, visual, cut, hidden)
+            kept, anchors = np.asarray(found.kept), np.asarray(found.anchors)
+            stays[visual.at] = False
+            stays[visual.at[kept]] = True
+            keys.append(np.full(len(anchors), visual.at[-1] + 0.5))
+            first = sum(map(len, pieces))
+            pieces.append(found.made.to(states))
+            origins.append(origin[torch.from_numpy(visual.at[anchors])])
+            visual.at = np.concatenate([visual.at[kept], np.arange(first, first + len(anchors))])
+            visual.sources = [visual.sources[i] for i in kept] + [
+                np.sort(np.concatenate([visual.sources[i] for i in group])) for group in found.sources
+            ]
+            visual.per_cut[-1] = len(visual.at)
+        source = np.concatenate([valid[stays[valid]], np.arange(len(origin), sum(map(len, pieces)))])
+        keys[0] = keys[0][stays[valid]]
+        source = source[np.argsort(np.concatenate(keys), kind="stable")]
+        target = np.full(sum(map(len, pieces)), -1, dtype=np.int64)
+        target[source] = np.arange(len(source))
+        for visual in plan.rows(row):
+            visual.at = target[visual.at]
+        chosen = torch.from_numpy(source)
+        return torch.cat(pieces)[chosen.to(states.device)], torch.cat(origins)[chosen]
+
+    def _choose(self, plan: Plan, visual: Visual, cut: int, hidden: torch.Tensor) -> MergedTokens:
+        """The method's choice, checked, with the kept tokens in order."""
+        name, k = f"{type(self.method).__name__}.choose", visual.keeps[cut]
+        found = self.method.choose(self._view(plan, visual, cut, hidden), k)
+        if not isinstance(found, MergedTokens):
+            found = MergedTokens(found, [], hidden[0, :0], [])
+        kept, anchors = checked_indices(found, np.ones(len(visual.at), dtype=np.bool_), name)
+        if len(kept) != k:
+            raise ValueError(f"{name} returned {len(kept)} tokens where {k} were asked for; give exactly k")
+        return MergedTokens(np.sort(kept), anchors, found.made, found.sources)
+
+    def _view(self, plan: Plan, visual: Visual, cut: int, hidden: torch.Tensor) -> LayerView:
+        """One image after the layer of a cut, which returned ``hidden``, (B, L, d)."""
+        row, layer = visual.row, self.cuts[cut]
+        entered: Any = plan.entering
+        rotation: Any = plan.rotation
+        language_model: Any = self.adapter.language_model(self.model)
+        rotary = tuple(part[row if len(part) > 1 else 0][None] for part in rotation)
+        # Text tokens only move; each stands for itself in every stage.
+        index = {token: at for at, token in enumerate(plan.stages[-1].origin[row].tolist())}
+
+        def read() -> Reading:
+            if plan.reading is None:
                 raise ValueError(
-                    f"layer {self.cuts[cut]} ran without showing its attention; {type(self.inside).__name__} needs a "
-                    "model whose attention goes through transformers' AttentionInterface"
+                    f"layer {layer} ran without showing its attention; {type(self.method).__name__} needs a model "
+                    "whose attention goes through transformers' AttentionInterface"
                 )
-            else:
-                kept = top(visual.scores, visual.keeps[cut])
-                gone = np.setdiff1d(np.arange(len(own)), kept)
-                going = torch.from_numpy(gone).to(own.device)
-                made, centres, groups = self.inside.recycle(own[going], visual.scores[going.to(visual.scores.device)])
-                add(own[torch.from_numpy(kept).to(own.device)], own_origin[torch.from_numpy(kept)])
-                add(made.to(own), own_origin[torch.from_numpy(gone[centres])])
-                visual.sources = [visual.sources[i] for i in kept] + [
-                    np.sort(np.concatenate([visual.sources[i] for i in gone[group]])) for group in groups
-                ]
-                visual.scores = None
-            visual.at = np.arange(start, count, dtype=np.int64)
-            visual.per_cut.append(count - start)
-        add(states[done:end], origin[done:end])
-        return torch.cat(pieces), torch.cat(columns)
+            query, key, scaling = plan.reading
+            return query[row], key[row], scaling
+
+        def read_next() -> Reading:
+            following: Any = self.adapter.layers(self.model)[layer + 1]
+            query, key, scaling = read_without_attending(
+                self.adapter.ranking_attention(self.model, layer + 1),
+                hidden_states=following.input_layernorm(hidden[row : row + 1]),
+                position_embeddings=rotary,
+                attention_mask=None,
+            )
+            return query[0], key[0], scaling
+
+        return LayerView(
+            inputs=plan.embeds[row],
+            input_image=torch.from_numpy(visual.indices),
+            input_text=torch.from_numpy(visual.text),
+            entered=entered[row],
+            left=hidden[row],
+            valid=plan.stages[-1].valid[row],
+            image=torch.from_numpy(visual.at),
+            text=torch.tensor([index[int(token)] for token in visual.text]),
+            read=read,
+            read_next=read_next,
+            rotated_ones=lambda: _rotated_ones(self.ranking[cut], rotary, read()[1].shape[-1]),
+            norm=language_model.norm,
+        )
 
     def _place(self, plan: Plan, stage: Stage, hidden: torch.Tensor, kwargs: dict[str, Any]) -> None:
         """Rotary positions of a stage: the columns' own, or numbered anew."""
@@ -432,40 +455,50 @@ class InsideSession(Session):
         following = original.masked_fill(~plan.stages[0].valid, -1).amax(1) + 1
         stage.shift = following - (positions.cpu().amax(1) + 1)
 
-    def _step(self, call: InsideCall, held: LayerCache, cut: int, hidden: torch.Tensor, kwargs: dict[str, Any]) -> None:
+    def _step(
+        self,
+        call: Call,
+        continued: Continuation,
+        recurrent: bool,
+        cut: int,
+        hidden: torch.Tensor,
+        kwargs: dict[str, Any],
+    ) -> None:
         """Mask and positions of later tokens in the layers after a cut."""
-        fresh = call.fresh
-        if fresh is None:
-            return
+        held, fresh = continued.held, continued.fresh
         valid, shift = held.valid[cut].to(hidden.device), held.shift[cut]
         since = torch.ones((len(valid), call.past - held.length), dtype=torch.bool, device=hidden.device)
-        kwargs["attention_mask"] = self._mask(torch.cat([valid, since, fresh], 1), fresh.shape[1], hidden)
+        kwargs["attention_mask"] = self._mask(recurrent, torch.cat([valid, since, fresh], 1), hidden)
         if shift is not None and kwargs.get("position_ids") is not None:
             language_model: Any = self.adapter.language_model(self.model)
             positions = kwargs["position_ids"] - shift.to(hidden.device)[:, None]
             kwargs["position_embeddings"] = language_model.rotary_emb(hidden, position_ids=positions)
         kwargs["position_ids"] = None
 
-    def _mask(self, valid: torch.Tensor, new: int, hidden: torch.Tensor) -> torch.Tensor | None:
-        """The attention mask of the last ``new`` of all columns, as the attention backend wants it.
+    def _mask(self, recurrent: bool, valid: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor | None:
+        """The mask that a layer is given, in the form that it wants.
 
         Parameters
         ----------
+        recurrent
+            Whether the layer keeps a state in place of keys and values.
         valid
-            Columns that are not padding, (B, L).
-        new
-            Columns at hand.
+            Columns of the cache and the new ones that are not padding, (B, L).
         hidden
-            Whose type an additive mask has.
+            States of the new columns, (B, q, d), whose type an additive mask has.
         """
+        new = hidden.shape[1]
+        whole = bool(valid.all())
+        if recurrent:
+            # A state goes from column to column: what it needs to know is which of the new ones are padding.
+            return None if whole or new == 1 else valid[:, -new:].long()
         config: Any = self.adapter.language_model(self.model).config
         backend = config._attn_implementation
-        whole = bool(valid.all())
         if "flash" in backend:
             return None if whole else valid.long()
         if backend not in ("sdpa", "eager"):
             raise ValueError(
-                f"{type(self.inside).__name__} cannot make masks for attention {backend!r}; use sdpa, eager or flash"
+                f"{type(self.method).__name__} cannot make masks for attention {backend!r}; use sdpa, eager or flash"
             )
         length = valid.shape[1]
         if whole and backend == "sdpa" and new in (1, length):
@@ -479,12 +512,11 @@ class InsideSession(Session):
         lowest = torch.finfo(hidden.dtype).min
         return torch.zeros(allowed.shape, dtype=hidden.dtype, device=valid.device).masked_fill(~allowed, lowest)
 
-    def _finish(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def leave(self, call: Call, output: Any) -> None:
         """Record what became of the images, and leave the meaning of the layers' lengths on the cache."""
-        call = self._call
-        if not isinstance(call, InsideCall) or call.plan is None:
+        plan: Plan | None = call.plan
+        if plan is None:
             return
-        plan = call.plan
         last = plan.stages[-1].origin
         self.run.kept_positions = last
         self.run.layer_seconds = plan.seconds
@@ -497,18 +529,19 @@ class InsideSession(Session):
                 ImageResult(
                     visual.row // plan.times,
                     visual.modality,
-                    len(visual.columns),
+                    len(visual.indices),
                     len(visual.at),
                     None,
                     visual.image,
                     _reduction(visual, last[visual.row].numpy(), self.run.seconds / len(plan.visuals)),
                     per_layer,
+                    self.caching,
                 ),
             )
         self.run.last = tuple(results.values())
         if len(plan.stages) == 1:
             return
-        call.layout = Layout(last.clamp_min(0), last >= 0, ())
+        call.kept = KeptTokens(last.clamp_min(0), last >= 0)
         cache = getattr(output, "past_key_values", None)
         if cache is not None:
             cut_stages = _stages_of_cuts(plan, len(self.cuts))
@@ -533,27 +566,39 @@ def _stages_of_cuts(plan: Plan, cuts: int) -> list[Stage]:
     return found
 
 
-def _rotation(rotation: Sequence[torch.Tensor], row: int, raters: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Products of rotated vectors of ones, for raters and image tokens, (R, n)."""
-    cos, sin = (part[row if len(part) > 1 else 0].float() for part in rotation)
-    half = cos.shape[-1] // 2
-    # Rotating ones by halves subtracts the sines in the first half and adds them in the second.
-    sign = torch.cat([-torch.ones(half), torch.ones(half)]).to(cos)
-    ones = cos + sign * sin
-    return ones[raters] @ ones[columns].T
+def _rotated_ones(attention: nn.Module, rotary: tuple[torch.Tensor, ...], width: int) -> torch.Tensor:
+    """Rotated vectors of ones, (L, width).
+
+    Parameters
+    ----------
+    attention
+        The module whose way of rotating is used: families differ in which numbers make a pair, and in how many of a
+        head's are rotated.
+    rotary
+        Cosines and sines, (1, L, d) each.
+    width
+        Numbers of a head.
+    """
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    cos, sin = (part.float() for part in rotary)
+    ones = cos.new_ones((1, 1, cos.shape[1], width))
+    rotate: Any = vars(sys.modules[type(attention).__module__]).get("apply_rotary_pos_emb", apply_rotary_pos_emb)
+    rotated: torch.Tensor = rotate(ones, ones, cos, sin)[0][0, 0]
+    return rotated
 
 
 def _reduction(visual: Visual, origin: Ints, seconds: float) -> Reduction:
-    """What is left of an image, told by its crops' tokens."""
-    image = visual.image
+    """The output tokens of an image, as pairs of crop and token."""
+    image = visual.image.layout
     pair_of = np.full((image.length, 2), SEPARATOR, dtype=np.int64)
     pair_of[image.separators, 1] = np.arange(len(image.separators))
     for c, crop in enumerate(image.crops):
-        tokens = np.flatnonzero(crop.places >= 0)
-        pair_of[crop.places[tokens]] = np.stack([np.full(len(tokens), c), tokens], axis=1)
-    places = np.searchsorted(visual.columns, origin[visual.at])
+        tokens = np.flatnonzero(crop.offsets >= 0)
+        pair_of[crop.offsets[tokens]] = np.stack([np.full(len(tokens), c), tokens], axis=1)
+    offsets = np.searchsorted(visual.indices, origin[visual.at])
     merged = {output: pair_of[sources] for output, sources in enumerate(visual.sources) if len(sources) > 1}
-    return Reduction(pair_of[places], {}, merged, None, seconds)
+    return Reduction(pair_of[offsets], {}, merged, None, seconds)
 
 
 def _is_static(cache: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -40,11 +40,23 @@ class QuestionReader(PromptReader):
     ----------
     model, processor, adapter
         The user's model and processor, and the family's adapter.
+    rows
+        "words" embeds every word by itself, "prompt" takes the words' tokens as they stand in the prompt.
+    keep_blanks
+        As in `word_ids`.
     """
 
-    def __init__(self, model: Any, processor: Any, adapter: ModelAdapter) -> None:
+    def __init__(
+        self,
+        model: Any,
+        processor: Any,
+        adapter: ModelAdapter,
+        rows: Literal["words", "prompt"] = "words",
+        *,
+        keep_blanks: bool = False,
+    ) -> None:
         super().__init__(processor, adapter, "set pruned.query to say what the question is")
-        self.model = model
+        self.model, self.rows, self.keep_blanks = model, rows, keep_blanks
 
     def question(self, query: OneQuery | FromPrompt, prompt: Sequence[int] | None, device: torch.device) -> Question:
         """The query of one row.
@@ -76,6 +88,9 @@ class QuestionReader(PromptReader):
             words = self.prompt_words(prompt)
         else:
             words = self.adapter.query_words(str(query))
-        ids = word_ids(self.tokenizer, words)
+        if self.rows == "prompt" and query is PROMPT and prompt is not None:
+            ids = self.prompt_rows(prompt)
+        else:
+            ids = word_ids(self.tokenizer, words, keep_blanks=self.keep_blanks)
         embeddings = self.model.get_input_embeddings()(torch.tensor(ids, dtype=torch.long, device=device))
         return Question(embeddings.detach(), " ".join(words), tuple(ids))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from stacktok.core.budget import Budget, budget_share
+from stacktok.core.limits import QUERY_CHARACTERS, check_text
 from stacktok.core.tokens import EncodedImage, Reduction
 
 
@@ -43,6 +44,9 @@ class ImageResult:
         What the method was given and what it returned.
     per_layer
         Tokens of the image that entered each layer of the language model: the one way in which all methods are counted.
+    caching
+        Which layers keep keys and values of every token; all where it is empty. Recurrent layers keep a state, and
+        layers that share those of an earlier one keep none.
     """
 
     row: int
@@ -53,6 +57,7 @@ class ImageResult:
     image: EncodedImage
     reduction: Reduction
     per_layer: tuple[int, ...] = ()
+    caching: tuple[bool, ...] = ()
 
     @property
     def average(self) -> float:
@@ -61,8 +66,9 @@ class ImageResult:
 
     @property
     def cache_entries(self) -> int:
-        """Pairs of key and value that the image leaves in the cache, over all layers."""
-        return sum(self.per_layer)
+        """Pairs of key and value that the image leaves in the cache, over all layers that keep them."""
+        caching = self.caching or (True,) * len(self.per_layer)
+        return sum(tokens for tokens, keeps in zip(self.per_layer, caching, strict=True) if keeps)
 
     @property
     def selection(self) -> Any:
@@ -79,6 +85,9 @@ class ImageResult:
             f"ImageResult(row {self.row}, {self.modality}: {self.before} -> {self.after} tokens in "
             f"{1000 * self.seconds:.1f} ms, query {self.query!r}, {self.selection!r})"
         )
+
+
+_STATE = ("last", "kept_positions", "seconds", "layer_seconds", "_budget", "_query")
 
 
 class Pruned:
@@ -104,6 +113,12 @@ class Pruned:
         self.seconds = self.layer_seconds = 0.0
         self._budget = budget
         self._query: Query = PROMPT
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # A misspelt setting would otherwise be an attribute that nobody reads.
+        if not hasattr(type(self), name) and name not in _STATE:
+            raise AttributeError(f"pruned has no attribute {name!r} to set; give 'budget' or 'query'")
+        super().__setattr__(name, value)
 
     @property
     def budget(self) -> Budget | None:
@@ -134,6 +149,8 @@ class Pruned:
                     f"query has type {type(entry).__name__}; give a text, embeddings (m, d), None, PROMPT, or a list "
                     "with one of them per row"
                 )
+            if isinstance(entry, str):
+                check_text("query", entry, QUERY_CHARACTERS)
         self._query = query
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,8 +19,11 @@ from torch import nn
 _NAME = "stacktok_tap"
 _ATTRIBUTE = "_stacktok_tap"
 
-Reader = Callable[[torch.Tensor, torch.Tensor, float], None]
-"""Told queries (B, H, q, d), keys (B, H_kv, S, d), both rotated, and the factor of the logits."""
+Reading = tuple[torch.Tensor, torch.Tensor, float]
+"""Queries (B, H, q, d), keys (B, H_kv, S, d), both rotated, and the factor of the logits."""
+
+Reader = Callable[[torch.Tensor, torch.Tensor, float, Any], None]
+"""Called with the parts of a `Reading` and the attention mask."""
 
 
 class Tap:
@@ -76,11 +80,45 @@ def _read_and_attend(
 ) -> Any:
     tap: Tap = vars(module)[_ATTRIBUTE]
     scaling = kwargs.get("scaling")
-    _read(tap, query, key, query.shape[-1] ** -0.5 if scaling is None else scaling)
+    _read(tap, query, key, query.shape[-1] ** -0.5 if scaling is None else scaling, attention_mask)
     return tap.backend(module, query, key, value, attention_mask, **kwargs)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 @torch.no_grad()
-def _read(tap: Tap, query: torch.Tensor, key: torch.Tensor, scaling: float) -> None:
-    tap.read(query, key, scaling)
+def _read(tap: Tap, query: torch.Tensor, key: torch.Tensor, scaling: float, mask: Any) -> None:
+    tap.read(query, key, scaling, mask)
+
+
+class _EnoughError(Exception):
+    """Queries and keys are known; nothing has to attend to them."""
+
+
+@torch.no_grad()
+def read_without_attending(module: nn.Module, **arguments: Any) -> Reading:
+    """Queries and keys that an attention module would use.
+
+    Parameters
+    ----------
+    module
+        The attention module, which is left alone: a copy that shares its weights runs as far as the attention.
+    **arguments
+        Of its ``forward``.
+    """
+    found: list[Reading] = []
+
+    def read(query: torch.Tensor, key: torch.Tensor, scaling: float, mask: Any) -> None:
+        found.append((query, key, scaling))
+        raise _EnoughError
+
+    twin: Any = copy.copy(module)
+    vars(twin).pop(_ATTRIBUTE, None)
+    Tap(twin, read).attach([])
+    with suppress(_EnoughError):
+        twin.forward(**arguments)
+    if not found:
+        raise ValueError(
+            f"{type(module).__name__} attends without transformers' AttentionInterface, so that its queries and keys "
+            "cannot be read; use a method that needs no attention of the next layer"
+        )
+    return found[0]

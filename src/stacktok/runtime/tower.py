@@ -49,12 +49,31 @@ class TowerTap:
     def _begin(self, module: nn.Module, args: Any) -> None:
         self._local.reading = TowerReading([], [], self.has_cls)
 
-    def _read(self, query: torch.Tensor, key: torch.Tensor, scaling: float) -> None:
+    def _read(self, query: torch.Tensor, key: torch.Tensor, scaling: float, mask: Any) -> None:
         reading: TowerReading | None = getattr(self._local, "reading", None)
         if reading is None:
             return
-        for q, k in zip(query, key, strict=True):
-            reading.add(q, k, scaling, by_cls=self.by_cls)
+        for row, (q, k) in enumerate(zip(query, key, strict=True)):
+            reading.add(q, k, scaling, _allowed(mask, row, q.shape[1]), by_cls=self.by_cls)
+
+
+def _allowed(mask: Any, row: int, length: int) -> torch.Tensor | None:
+    """Which tokens each token of a row of the batch sees, (s, s); None where all see all.
+
+    Parameters
+    ----------
+    mask
+        The backend's, boolean or additive, (B or 1, 1, s or 1, s); any other kind tells nothing.
+    row
+        Row of the batch.
+    length
+        Tokens, s.
+    """
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 4:
+        return None
+    own = mask[row if len(mask) > 1 else 0, 0].expand(length, length)
+    allowed = own if own.dtype == torch.bool else own > torch.finfo(own.dtype).min / 2
+    return None if bool(allowed.all()) else allowed
 
 
 @contextmanager

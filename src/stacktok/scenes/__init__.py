@@ -13,7 +13,6 @@ from stacktok.scenes.questions import FAMILIES, Question, questions
 from stacktok.scenes.render import render
 from stacktok.scenes.scene import DETAIL, STANDARD, Scene, Sign, Style, Thing, make_scene
 from stacktok.scenes.splits import RANGES, Split, require_split, seed_for, split_of
-from stacktok.scenes.verify import derive_answer
 
 __all__ = [
     "DETAIL",
@@ -26,7 +25,6 @@ __all__ = [
     "Split",
     "Style",
     "Thing",
-    "derive_answer",
     "make_scene",
     "questions",
     "render",

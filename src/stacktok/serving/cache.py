@@ -1,20 +1,34 @@
-"""Unpruned encoder outputs, kept so that a second question on an image does not run the vision tower again."""
+"""Unpruned encoder outputs and what a method prepared of them.
+
+A second question on a held image runs neither the vision tower nor the query-independent half of the selection.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from stacktok.core.tokens import EncodedImage
+from stacktok.methods.base import Prepared
+
+
+@dataclass(eq=False)
+class Entry:
+    """A held image, its prepared state, and the bytes of both."""
+
+    image: EncodedImage
+    size: int
+    prepared: Prepared | None = None
 
 
 class FeatureCache:
     """The images encoded last, bounded in bytes; the longest unused go first.
 
     Features are kept in host memory, which vLLM does not count on; on an accelerator they are copied back on a hit.
+    Prepared state counts towards the bound.
 
     Parameters
     ----------
@@ -24,7 +38,7 @@ class FeatureCache:
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.bytes = capacity, 0
-        self._images: OrderedDict[Hashable, tuple[EncodedImage, int]] = OrderedDict()
+        self._images: OrderedDict[Hashable, Entry] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._images)
@@ -35,23 +49,46 @@ class FeatureCache:
         if found is None:
             return None
         self._images.move_to_end(key)
-        return moved(found[0], device)
+        return moved(found.image, device)
 
-    def put(self, key: Hashable, image: EncodedImage) -> None:
-        """Keep an image; one that is larger than the cache is not kept."""
+    def put(self, key: Hashable, image: EncodedImage) -> EncodedImage | None:
+        """Keep a copy of an image in host memory, and return it; one that is larger than the cache is not kept."""
         self._drop(key)
         size = image_bytes(image)
-        if size > self.capacity:
+        if not self._make_room(size):
+            return None
+        self._images[key] = Entry(detached(image), size)
+        self.bytes += size
+        return self._images[key].image
+
+    def prepared(self, key: Hashable) -> Prepared | None:
+        """The prepared state of a held image, or None."""
+        found = self._images.get(key)
+        return None if found is None else found.prepared
+
+    def hold(self, key: Hashable, prepared: Prepared) -> None:
+        """Keep the prepared state of a held image, unless both are larger than the cache."""
+        entry = self._images.get(key)
+        if entry is None or entry.size + prepared.nbytes > self.capacity:
             return
+        self._images.move_to_end(key)
+        self._make_room(prepared.nbytes)
+        entry.prepared = prepared
+        entry.size += prepared.nbytes
+        self.bytes += prepared.nbytes
+
+    def _make_room(self, size: int) -> bool:
+        """Drop the longest unused until there is room."""
+        if size > self.capacity:
+            return False
         while self.bytes + size > self.capacity:
             self._drop(next(iter(self._images)))
-        self._images[key] = (detached(image), size)
-        self.bytes += size
+        return True
 
     def _drop(self, key: Hashable) -> None:
         found = self._images.pop(key, None)
         if found is not None:
-            self.bytes -= found[1]
+            self.bytes -= found.size
 
 
 def image_bytes(image: EncodedImage) -> int:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 KEEP, QUERY, IMAGE, ELIGIBLE = "stacktok_keep", "stacktok_query", "stacktok_image", "stacktok_eligible"
-FIELDS = (KEEP, QUERY, IMAGE, ELIGIBLE)
+REQUEST = "stacktok_request"
+FIELDS = (KEEP, QUERY, IMAGE, ELIGIBLE, REQUEST)
 
 ALL = -1
 """Value of ``keep`` that leaves an image unpruned."""
@@ -35,16 +36,23 @@ class Asked(NamedTuple):
         Identity of the image and of what its pixels were made by, the same for every question.
     eligible
         Which tokens may be kept, (n,); None where that follows from the image's size.
+    request
+        Number of the request that brought the image to vLLM's caches, for logs.
     """
 
     keep: int
     query: torch.Tensor
     key: bytes
     eligible: torch.Tensor | None
+    request: int = 0
 
 
 def pack(
-    keep: Sequence[int], query: Sequence[int], images: Sequence[str], eligible: Sequence[torch.Tensor] | None
+    keep: Sequence[int],
+    query: Sequence[int],
+    images: Sequence[str],
+    eligible: Sequence[torch.Tensor] | None,
+    request: int = 0,
 ) -> dict[str, Any]:
     """Fields of the images of one request.
 
@@ -58,12 +66,15 @@ def pack(
         Identity of each image.
     eligible
         Which tokens of each image may be kept, (n,) each, or None.
+    request
+        The request's number.
     """
     count = len(keep)
     fields: dict[str, Any] = {
         KEEP: torch.tensor(keep, dtype=torch.long)[:, None],
         QUERY: torch.tensor(query, dtype=torch.long).expand(count, len(query)).contiguous(),
         IMAGE: torch.stack([_digest(image) for image in images]),
+        REQUEST: torch.full((count, 1), request, dtype=torch.long),
     }
     if eligible is not None:
         fields[ELIGIBLE] = list(eligible)
@@ -81,6 +92,7 @@ def unpack(kwargs: Mapping[str, Any]) -> list[Asked]:
             kwargs[QUERY][index].long(),
             bytes(kwargs[IMAGE][index].tolist()),
             None if eligible is None else eligible[index].bool(),
+            int(kwargs[REQUEST][index].item()),
         )
         for index, keep in enumerate(kwargs[KEEP])
     ]
@@ -88,4 +100,4 @@ def unpack(kwargs: Mapping[str, Any]) -> list[Asked]:
 
 def _digest(text: str) -> torch.Tensor:
     """A fixed-size digest, (32,), of an identity of any length."""
-    return torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)

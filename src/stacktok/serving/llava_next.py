@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,26 +13,15 @@ from vllm.model_executor.models.llava_next import (
 )
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
-from stacktok.core.tokens import EncodedImage
-from stacktok.models.llava_next import CanvasLayout, LlavaNextAdapter, canvas_layout, encode_tiles
-from stacktok.serving.fields import Asked
+from stacktok.core.tokens import ImageLayout
+from stacktok.models.base import Features
 from stacktok.serving.llava import LlavaTower
 from stacktok.serving.model import TOWER_NAMES
-from stacktok.serving.processor import PrunedProcessor, Room
-
-
-def _layout(size: Any, config: Any) -> CanvasLayout:
-    return canvas_layout(size, config.image_grid_pinpoints, config.vision_config)
+from stacktok.serving.processor import PrunedProcessor
 
 
 class PrunedLlavaNextProcessor(PrunedProcessor, LlavaNextMultiModalProcessor):
-    """What may be kept follows from the size of the picture."""
-
-    def room(self, index: int, items: Any, processed: Mapping[str, Any]) -> Room:
-        """Encoded positions of all views; those that the model unpads away may not be kept."""
-        layout = _layout(processed["image_sizes"][index], self.info.get_hf_config())
-        base = layout.side**2
-        return Room(base * (1 + layout.tiles), base + int((layout.places >= 0).sum()))
+    """The family's processor."""
 
 
 @MULTIMODAL_REGISTRY.register_processor(
@@ -42,22 +30,11 @@ class PrunedLlavaNextProcessor(PrunedProcessor, LlavaNextMultiModalProcessor):
 class PrunedLlavaNext(LlavaTower, LlavaNextForConditionalGeneration):
     """LlavaNextForConditionalGeneration, with Vicuna and Mistral language models."""
 
-    family = LlavaNextAdapter.family
     hf_to_vllm_mapper = LlavaNextForConditionalGeneration.hf_to_vllm_mapper | TOWER_NAMES
 
-    def unpruned_lengths(self, kwargs: dict[str, Any]) -> list[int]:
-        """All views of an image."""
-        return [self.view_length * (1 + _layout(size, self.config).tiles) for size in kwargs["image_sizes"]]
-
-    def encode_images(self, indices: list[int], asked: list[Asked], kwargs: dict[str, Any]) -> list[EncodedImage]:
+    def image_features(self, indices: list[int], layouts: list[ImageLayout], kwargs: dict[str, Any]) -> list[Features]:
         """Base view and tiles of each image; views that only pad the batch are not encoded."""
-        layouts = [_layout(kwargs["image_sizes"][index], self.config) for index in indices]
-        views = [1 + layout.tiles for layout in layouts]
+        views = [len(layout.crops) for layout in layouts]
         pixels = [kwargs["pixel_values"][index][:count] for index, count in zip(indices, views, strict=True)]
-        vision, states = self.vision_features(torch.cat(pixels))
-        projected = self.multi_modal_projector(vision)
-        images = [
-            encode_tiles(x, z, layout, tau_query=LlavaNextAdapter.tau_query)
-            for x, z, layout in zip(torch.split(vision, views), torch.split(projected, views), layouts, strict=True)
-        ]
-        return self.with_attention(images, states)
+        vision, projected = (torch.split(part, views) for part in self.view_features(torch.cat(pixels)))
+        return [(x.flatten(0, 1), z.flatten(0, 1)) for x, z in zip(vision, projected, strict=True)]

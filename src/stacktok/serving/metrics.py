@@ -10,11 +10,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from stacktok.serving.counters import exposition
+from stacktok.serving.counters import Snapshot, exposition
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 # Beyond this a step of the engine is still running, and the last known numbers are given.
 _PATIENCE = 2.0
@@ -29,9 +30,9 @@ class CountersMiddleware:
         The application.
     """
 
-    def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
+    def __init__(self, app: Application) -> None:
         self.app = app
-        self._last: dict[str, float] = {}
+        self._last: Snapshot = {}
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Pass everything on; answer /metrics with more."""
@@ -54,7 +55,7 @@ class CountersMiddleware:
         await send({**start, "headers": [*kept, (b"content-length", str(len(body)).encode())]})
         await send({"type": "http.response.body", "body": body})
 
-    async def _counters(self, application: Any) -> dict[str, float]:
+    async def _counters(self, application: Any) -> Snapshot:
         engine = application.state.engine_client
         try:
             workers = await asyncio.wait_for(engine.collective_rpc("stacktok_counters"), _PATIENCE)

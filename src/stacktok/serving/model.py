@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from vllm.model_executor.models.utils import WeightsMapper
 
-from stacktok.core.tokens import EncodedImage
-from stacktok.models.base import TowerReading
+from stacktok.core.tokens import EncodedImage, ImageLayout
+from stacktok.models.base import Features, TowerReading, image_inputs
+from stacktok.models.registry import adapter_for
 from stacktok.serving.fields import FIELDS, Asked, unpack
 from stacktok.serving.pruner import Kept, Pruner, check_engine
 from stacktok.serving.settings import KEY, Settings
@@ -27,47 +28,55 @@ TOWER_NAMES = WeightsMapper(
 
 
 class PrunedModel(Base):
-    """Stands before a family's model class; a family encodes images.
+    """Stands before a family's model class; a family says how to get its features."""
 
-    Attributes
-    ----------
-    family
-        Name for people.
-    mrope
-        Whether the model itself gives kept tokens their positions.
-    """
-
-    family: ClassVar[str]
-    mrope: ClassVar[bool] = False
     # The adapters of a tower are told apart by the number of tokens that come out, which is another now.
     supports_tower_connector_lora = False
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         settings = Settings.read(getattr(self.config, KEY, {}))
-        self.pruner = Pruner(settings)
+        self.pruner = Pruner(settings, log=vllm_config.parallel_config.rank == 0)
         # vLLM gathers images for a step by their pruned lengths, and profiled memory by unpruned ones.
         self._at_once = vllm_config.scheduler_config.max_num_encoder_input_tokens
-        check_engine(vllm_config, self.family, mrope=self.mrope, reads_tower=self.pruner.reads_tower)
+        self.adapter = adapter_for(self)
+        check_engine(vllm_config, self.adapter.family, mrope=self.adapter.mrope, reads_tower=self.pruner.reads_tower)
         self.pruner.warm_up()
 
-    def unpruned_lengths(self, kwargs: dict[str, Any]) -> list[int]:
-        """Encoded positions of every image of a batch."""
-        raise NotImplementedError
-
-    def encode_images(self, indices: list[int], asked: list[Asked], kwargs: dict[str, Any]) -> list[EncodedImage]:
-        """The encoder's output of some images of a batch.
+    def image_features(self, indices: list[int], layouts: list[ImageLayout], kwargs: dict[str, Any]) -> list[Features]:
+        """Features of some images of a batch, aligned with their layouts' tokens.
 
         Parameters
         ----------
         indices
             Which images.
-        asked
-            What is asked for all images.
+        layouts
+            Theirs.
         kwargs
             The batch.
         """
         raise NotImplementedError
+
+    def add_attention(self, images: list[EncodedImage]) -> list[EncodedImage]:
+        """The images that `image_features` encoded last, with the tower's attention where a method needs it."""
+        return images
+
+    def layouts(self, kwargs: dict[str, Any], asked: list[Asked]) -> list[ImageLayout]:
+        """The layout of every image of a batch."""
+        count = len(asked)
+        layouts = [self.adapter.layout(self.config, image_inputs(kwargs, index, count)) for index in range(count)]
+        masks = [None if one.eligible is None else one.eligible.cpu().numpy() for one in asked]
+        return [layout.with_eligible(mask) for layout, mask in zip(layouts, masks, strict=True)]
+
+    def encode_images(
+        self, indices: list[int], layouts: list[ImageLayout], kwargs: dict[str, Any]
+    ) -> list[EncodedImage]:
+        """The encoder's output for some images of a batch."""
+        own = [layouts[index] for index in indices]
+        features = self.image_features(indices, own, kwargs)
+        return self.add_attention(
+            [self.adapter.assemble(layout, x, z) for layout, (x, z) in zip(own, features, strict=True)]
+        )
 
     def embed_images(self, kwargs: dict[str, Any]) -> list[Kept] | None:
         """What the language model gets of the images of a batch; None where the batch did not pass our processor."""
@@ -75,12 +84,14 @@ class PrunedModel(Base):
         rest = {name: value for name, value in kwargs.items() if name not in FIELDS}
         if not asked:
             return None
+        layouts = self.layouts(rest, asked)
+        lengths = [layout.n for layout in layouts]
         return self.pruner.embed(
             asked,
             lambda indices: [
                 image
-                for group in grouped(indices, self.unpruned_lengths(rest), self._at_once)
-                for image in self.encode_images(group, asked, rest)
+                for group in grouped(indices, lengths, self._at_once)
+                for image in self.encode_images(group, layouts, rest)
             ],
             self.get_language_model().embed_input_ids,
             next(self.get_language_model().parameters()).device,

@@ -12,9 +12,12 @@ _CLASSES = {
 
 
 def register() -> None:
-    """Tell vLLM's registry where the pruned architectures are; called in each of its processes, more than once."""
+    """Tell vLLM's registries of the pruned architectures and the connector; called in each process, more than once."""
     from vllm import ModelRegistry
 
+    from stacktok.serving import media
+
+    media.register()
     known = ModelRegistry.get_supported_archs()
     for model_type, architecture in ARCHITECTURES.items():
         if architecture not in known:

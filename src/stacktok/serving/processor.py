@@ -7,22 +7,30 @@ encoder, prefix) takes one question's image for another's.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import functools
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.multimodal.inputs import MultiModalFieldConfig
 from vllm.multimodal.parse import ImageProcessorItems
 from vllm.multimodal.processing import PromptReplacement
 
 from stacktok.core.budget import resolve_budget
-from stacktok.models.base import adapter_for
+from stacktok.models.base import ModelAdapter, image_inputs
+from stacktok.models.pictures import check_picture
 from stacktok.models.query import word_ids
 from stacktok.models.reader import PromptReader
+from stacktok.models.registry import adapter_for
 from stacktok.serving.fields import ALL, FIELDS, KEEP, PROFILE, pack
-from stacktok.serving.settings import KEY, Settings, Wish
+from stacktok.serving.pictures import Pictures
+from stacktok.serving.question import QUERY_ROWS, own_ids, prompt_ids
+from stacktok.serving.settings import KEY, Settings, Wish, check_foreign
 
 if TYPE_CHECKING:
     from vllm.multimodal.processing import BaseMultiModalProcessor as Base
@@ -33,48 +41,37 @@ else:
 # Stands for a request's wish where vLLM makes a request up.
 _MADE_UP = object()
 
+# Words whose token ids are kept, and the longest such: the tokenizer takes a millisecond for a question, and questions
+# share their words.
+_WORDS, _LETTERS = 1 << 14, 32
 
-class Room(NamedTuple):
-    """How many tokens an image has.
 
-    Attributes
+@functools.cache
+def _configured(entry: str, model_type: str) -> tuple[Settings, ModelAdapter]:
+    """Settings and adapter of a served model, looked up once per process.
+
+    vLLM makes a processor for every chat request, and each of the two lookups scans all installed packages.
+
+    Parameters
     ----------
-    encoded
-        Encoded positions of all its crops, of which fractions are taken.
-    capacity
-        Tokens that may be kept.
-    eligible
-        Which those are, (encoded,), where the model cannot tell from the size; None otherwise.
+    entry
+        The ``stacktok`` entry of the model's config, as JSON.
+    model_type
+        The config's.
     """
-
-    encoded: int
-    capacity: int
-    eligible: torch.Tensor | None = None
+    adapter = adapter_for(SimpleNamespace(config=SimpleNamespace(model_type=model_type)))
+    return Settings.read(json.loads(entry)), adapter
 
 
 class PrunedProcessor(Base):
-    """Stands before a family's processor class; a family says how much room an image has."""
+    """Stands before a family's processor class; the family's adapter says how many tokens an image has."""
 
     def __init__(self, info: Any, dummy_inputs: Any) -> None:
         super().__init__(info, dummy_inputs)
         config = info.get_hf_config()
-        self.settings = Settings.read(getattr(config, KEY, {}))
-        self._adapter = adapter_for(SimpleNamespace(config=config))
-        self._own_reader: PromptReader | None = None
-
-    def room(self, index: int, items: Any, processed: Mapping[str, Any]) -> Room:
-        """How many tokens an image of a request has.
-
-        Parameters
-        ----------
-        index
-            Which image.
-        items
-            The request's images.
-        processed
-            What the family's processor made of them.
-        """
-        raise NotImplementedError
+        self.settings, self._adapter = _configured(json.dumps(getattr(config, KEY, {})), config.model_type)
+        self._pictures = Pictures()
+        self._requests = itertools.count(1)
 
     def get_dummy_inputs(self, *args: Any, **kwargs: Any) -> Any:
         """Profiling inputs: unpruned, since a request may ask for any budget."""
@@ -85,43 +82,81 @@ class PrunedProcessor(Base):
         rest = dict(inputs.hf_processor_mm_kwargs)
         entry = rest.pop(KEY, None)
         wish = Wish(None) if entry is _MADE_UP else Wish.read(entry, self.settings.method.budget)
-        if rest and self.settings.own_arguments_only:
-            raise ValueError(
-                f"mm_processor_kwargs has {sorted(rest)[0]!r}, and this server takes {KEY!r} alone from its clients; "
-                "start it with --trust-request-mm-kwargs where they may set more"
-            )
+        if self.settings.own_arguments_only:
+            check_foreign(rest)
         plain = replace(inputs, hf_processor_mm_kwargs=rest)
         if not inputs.mm_data_items.get_all_counts().get("image"):
             return super().apply(plain, timing_ctx)
+        plain = self._with_known_pictures(plain)
         images = super()._get_mm_hashes(plain)["image"]
         query = self._query_ids(wish, inputs.prompt)
-        own = {"budget": wish.budget, "query": query, "images": images, "all": PROFILE if entry is _MADE_UP else ALL}
+        own = {
+            "budget": wish.budget,
+            "query": query,
+            "images": images,
+            "all": PROFILE if entry is _MADE_UP else ALL,
+            "request": next(self._requests),
+        }
         return super().apply(replace(plain, hf_processor_mm_kwargs={**rest, KEY: own}), timing_ctx)
+
+    def _with_known_pictures(self, inputs: Any) -> Any:
+        """Inputs in which a picture that is named by its uuid alone stands in full, where it was sent before.
+
+        To vLLM a further question on a picture is another picture, which its caches do not hold.
+        """
+        uuids = (inputs.mm_uuid_items or {}).get("image")
+        items = inputs.mm_data_items["image"]
+        if uuids is None or not isinstance(items, ImageProcessorItems):
+            return inputs
+        pictures = self._pictures.resolve(uuids, items.data)
+        if all(new is old for new, old in zip(pictures, items.data, strict=True)):
+            return inputs
+        parsed = self.info.parse_mm_data({"image": pictures}, validate=False)
+        rest = {name: found for name, found in inputs.mm_data_items.items() if name != "image"}
+        return replace(inputs, mm_data_items=type(inputs.mm_data_items)({**rest, "image": parsed["image"]}))
 
     def _query_ids(self, wish: Wish, prompt: Sequence[int]) -> list[int]:
         """Token ids of the query's words, as the transformers path of this package reads them."""
-        if wish.budget is None or not self.settings.method.facts.query_aware:
+        if wish.budget is None or not self.settings.method.query_aware:
             return []
         if not wish.from_prompt and not wish.query:
             return []
-        reader = self._reader
         if wish.from_prompt:
-            placeholder = reader.tokenizer.convert_tokens_to_ids(self.info.get_hf_processor().image_token)
-            words = reader.prompt_words([token for token in prompt if token != placeholder])
-        else:
-            words = self._adapter.query_words(str(wish.query))
-        return word_ids(reader.tokenizer, words)
+            text = [token for token in prompt if token != self._placeholder]
+            if self.settings.method.query_rows == "prompt":
+                return self._reader.prompt_rows(text)[-QUERY_ROWS:]
+            return prompt_ids(self._reader.prompt_words(text), self._ids_of)
+        return own_ids(self._adapter.query_words(str(wish.query)), self._ids_of)
 
-    @property
+    @functools.cached_property
+    def hf_processor(self) -> Any:
+        """The processor of transformers under the server's own arguments; vLLM looks it up at every call."""
+        return self.info.get_hf_processor()
+
+    @functools.cached_property
     def _reader(self) -> PromptReader:
         """Reads questions with a tokenizer of its own, which no other thread sets to padding or truncation."""
-        if self._own_reader is None:
-            processor = copy.copy(self.info.get_hf_processor())
-            processor.tokenizer = copy.deepcopy(processor.tokenizer)
-            self._own_reader = PromptReader(
-                processor, self._adapter, f"set mm_processor_kwargs['{KEY}']['query'] to say what the question is"
-            )
-        return self._own_reader
+        processor = copy.copy(self.hf_processor)
+        processor.tokenizer = copy.deepcopy(processor.tokenizer)
+        return PromptReader(
+            processor, self._adapter, f"set mm_processor_kwargs['{KEY}']['query'] to say what the question is"
+        )
+
+    @functools.cached_property
+    def _placeholder(self) -> int:
+        """Token id of an image's placeholder."""
+        return int(self._reader.tokenizer.convert_tokens_to_ids(self.hf_processor.image_token))
+
+    @functools.cached_property
+    def _ids_of(self) -> Callable[[str], list[int]]:
+        """Token ids of one word."""
+        tokenizer, blanks = self._reader.tokenizer, self.settings.method.keeps_blank_rows
+
+        def ids_of(word: str) -> list[int]:
+            return word_ids(tokenizer, [word], keep_blanks=blanks)
+
+        known = functools.lru_cache(_WORDS)(ids_of)
+        return lambda word: known(word) if len(word) <= _LETTERS else ids_of(word)
 
     def _get_mm_hashes(self, inputs: Any) -> Any:
         """The hash of an image: its own identity, and everything that decides what is kept of it."""
@@ -146,6 +181,12 @@ class PrunedProcessor(Base):
     def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, object]) -> Any:
         """The family's own processing, and our fields."""
         rest, own = _split(hf_kwargs)
+        pictures = mm_items.get("image")
+        sizes = []
+        if own is not None and own["all"] != PROFILE and isinstance(pictures, ImageProcessorItems):
+            sizes = [pictures.get_image_size(index) for index in range(len(pictures))]
+        for size in sizes:
+            check_picture(size.width, size.height)
         processed = super()._apply_hf_processor_main(mm_items, rest)
         if own is None or not mm_items.get_all_counts().get("image"):
             return processed
@@ -154,11 +195,18 @@ class PrunedProcessor(Base):
             raise ValueError(
                 "image embeddings cannot be pruned, as they come without vision features; send the picture"
             )
-        rooms = [self.room(index, items, processed) for index in range(len(items))]
+        config, processor, count = self.info.get_hf_config(), self.hf_processor, len(items)
+        layouts = [
+            self._adapter.layout(config, image_inputs(processed, index, count), processor) for index in range(count)
+        ]
+        for size, one in zip(sizes, layouts, strict=False):
+            check_picture(size.width, size.height, tokens=one.n)
         budget = own["budget"]
-        keep = [own["all"] if budget is None else resolve_budget(budget, room.encoded, room.capacity) for room in rooms]
-        eligible = [room.eligible for room in rooms if room.eligible is not None]
-        processed.update(pack(keep, own["query"], own["images"], eligible or None))
+        keep = [own["all"] if budget is None else resolve_budget(budget, one.n, one.capacity) for one in layouts]
+        eligible = None
+        if self._adapter.eligible_from_pixels:
+            eligible = [torch.from_numpy(np.concatenate([crop.eligible for crop in one.crops])) for one in layouts]
+        processed.update(pack(keep, own["query"], own["images"], eligible, own["request"]))
         return processed
 
     def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Mapping[str, object]) -> Any:

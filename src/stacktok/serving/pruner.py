@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from stacktok.core.tokens import EncodedImage, Ints, single_crop
+from stacktok.methods.base import Prepared
 from stacktok.serving.cache import FeatureCache
 from stacktok.serving.counters import Counters
 from stacktok.serving.fields import PROFILE, Asked
 from stacktok.serving.settings import Settings
+
+# vLLM's workers write what is logged below its own name.
+logger = logging.getLogger("vllm.stacktok")
 
 
 class Kept(NamedTuple):
@@ -23,12 +31,23 @@ class Kept(NamedTuple):
     ----------
     rows
         Embeddings, (k, d).
-    places
-        Index of each row among the unpruned image's rows, (k,).
+    offsets
+        Index of each row among the unpruned image's tokens, (k,).
     """
 
     rows: torch.Tensor
-    places: Ints
+    offsets: Ints
+
+
+@dataclass
+class RequestRecord:
+    """Totals of one request's images, for its line in the log."""
+
+    images: int = 0
+    tokens_before: int = 0
+    tokens_after: int = 0
+    selection_ms: float = 0.0
+    cache_hits: int = 0
 
 
 class Pruner:
@@ -38,25 +57,49 @@ class Pruner:
     ----------
     settings
         The server's.
+    log
+        Write a line per request; one rank of several does.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, log: bool = True) -> None:
         self.method = settings.method
         self.cache = FeatureCache(settings.cache_bytes)
         self.counters = Counters()
+        self.log = log
+        self._warming: Future[None] | None = None
 
     @property
     def reads_tower(self) -> bool:
         """Whether the method needs the vision tower's attention."""
-        return self.method.facts.attention == "vision tower"
+        return self.method.reads_tower
 
     def warm_up(self) -> None:
-        """Compile the selector's kernels before the first request."""
-        if self.method.budget is not None and not self.reads_tower:
-            features = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
-            self.method.reduce(single_crop(features, features, (4, 4)), features[:2], 4)
+        """Compile the selector's kernels in parallel with what vLLM does next, which is loading the weights.
 
-    def snapshot(self) -> dict[str, float]:
+        The first images wait for it: vLLM makes some up to measure memory before it takes requests.
+        """
+        if self.method.budget is None or self.reads_tower:
+            return
+        self._warming = Future()
+        threading.Thread(target=self._compile, args=(self._warming,), name="stacktok-compile", daemon=True).start()
+
+    def _compile(self, done: Future[None]) -> None:
+        # vLLM sets a default type and device while it builds a model.
+        generator = torch.Generator("cpu").manual_seed(0)
+        features = torch.randn(16, 8, generator=generator, dtype=torch.float32, device="cpu")
+        try:
+            self.method.reduce(single_crop(features, features, (4, 4)), features[:2], 4)
+        except Exception as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    def _wait_until_compiled(self) -> None:
+        if self._warming is not None:
+            self._warming.result()
+            self._warming = None
+
+    def snapshot(self) -> dict[str, float | list[float]]:
         """The counters now."""
         self.counters.encoder_cache_bytes = self.cache.bytes
         return self.counters.snapshot()
@@ -86,56 +129,95 @@ class Pruner:
             Embedding of a layout's separator, (d,), where it has any.
         """
         if any(one.keep == PROFILE for one in asked):
-            return [_whole(image, newline) for image in encode(list(range(len(asked))))]
-        images = self._encoded(asked, encode, device)
-        return [self._reduce(one, images[one.key], embed_ids, device, newline) for one in asked]
+            whole = [_whole(image, newline) for image in encode(list(range(len(asked))))]
+            self._wait_until_compiled()
+            return whole
+        self._wait_until_compiled()
+        records = {one.request: RequestRecord() for one in asked}
+        images = self._encoded(asked, encode, device, records)
+        prepared: dict[bytes, Prepared] = {}
+        kept = [
+            self._reduce(one, images[one.key], prepared, embed_ids, device, newline, records[one.request])
+            for one in asked
+        ]
+        if self.log:
+            for number, record in records.items():
+                logger.info(
+                    "request %d: %d image(s), %d -> %d tokens, selection %.1f ms, %d from the feature cache",
+                    number,
+                    *vars(record).values(),
+                    extra={"request": number, **vars(record)},
+                )
+        return kept
 
     def _encoded(
-        self, asked: Sequence[Asked], encode: Callable[[list[int]], list[EncodedImage]], device: torch.device
+        self,
+        asked: Sequence[Asked],
+        encode: Callable[[list[int]], list[EncodedImage]],
+        device: torch.device,
+        records: dict[int, RequestRecord],
     ) -> dict[bytes, EncodedImage]:
         images: dict[bytes, EncodedImage] = {}
         missing: dict[bytes, int] = {}
         for index, one in enumerate(asked):
-            if one.key in images or one.key in missing:
-                self.counters.encoder_cache_hits += 1
-                continue
-            found = self.cache.get(one.key, device)
-            if found is None:
-                missing[one.key] = index
-            else:
-                self.counters.encoder_cache_hits += 1
+            if one.key not in images and one.key not in missing:
+                found = self.cache.get(one.key, device)
+                if found is None:
+                    missing[one.key] = index
+                    continue
                 images[one.key] = found
+            self.counters.encoder_cache_hits += 1
+            records[one.request].cache_hits += 1
         if missing:
             self.counters.encoder_runs += len(missing)
             for key, image in zip(missing, encode(list(missing.values())), strict=True):
-                images[key] = image
-                self.cache.put(key, image)
+                held = self.cache.put(key, image)
+                # In host memory the copy serves this request too, so that its prepared state can be held with it.
+                images[key] = held if held is not None and device.type == "cpu" else image
         return images
+
+    def _prepared(self, key: bytes, image: EncodedImage, known: dict[bytes, Prepared]) -> Prepared:
+        """An image's query-independent state: this batch's, the cache's, or new."""
+        prepared = known.get(key) or self.cache.prepared(key)
+        if prepared is None:
+            prepared = self.method.prepare(image)
+            self.counters.preparations += 1
+            if image.crops[0].projected.device.type == "cpu":
+                self.cache.hold(key, prepared)
+        known[key] = prepared
+        return prepared
 
     def _reduce(
         self,
         one: Asked,
         image: EncodedImage,
+        prepared: dict[bytes, Prepared],
         embed_ids: Callable[[torch.Tensor], torch.Tensor],
         device: torch.device,
         newline: torch.Tensor | None,
+        record: RequestRecord,
     ) -> Kept:
-        rows, places = _whole(image, newline)
+        rows, offsets = _whole(image, newline)
         if one.keep >= 0:
             begin = time.perf_counter()
             query = embed_ids(one.query.to(device)) if len(one.query) else None
-            reduction = self.method.reduce(image, query, one.keep)
+            reduction = self._prepared(one.key, image, prepared).reduce(query, one.keep)
             if len(reduction) != one.keep:
                 raise ValueError(
                     f"{type(self.method).__name__} kept {len(reduction)} tokens where {one.keep} were reserved; "
                     "a served method must keep exactly its budget"
                 )
-            rows, places = image.gather(rows, reduction), image.places_of(reduction.anchors)
-            self.counters.selection_seconds += time.perf_counter() - begin
-        self.counters.images += 1
-        self.counters.tokens_before += image.length
-        self.counters.tokens_after += len(rows)
-        return Kept(rows, places)
+            rows, offsets = image.gather(rows, reduction), image.offsets_of(reduction.anchors)
+            seconds = time.perf_counter() - begin
+            record.selection_ms += 1e3 * seconds
+            self.counters.selection_seconds += seconds
+            self.counters.image_selection_seconds.observe(seconds)
+            self.counters.image_kept_share.observe(len(rows) / image.length)
+        for totals in (self.counters, record):
+            totals.images += 1
+            totals.tokens_before += image.length
+            totals.tokens_after += len(rows)
+        return Kept(rows, offsets)
 
 
 def _whole(image: EncodedImage, newline: torch.Tensor | None) -> Kept:
@@ -149,14 +231,12 @@ def image_rows(image: EncodedImage, newline: torch.Tensor | None) -> torch.Tenso
         return first
     rows = first.new_empty((image.length, first.shape[-1]))
     for crop in image.crops:
-        placed = np.flatnonzero(crop.places >= 0)
-        rows[torch.from_numpy(crop.places[placed]).to(rows.device)] = crop.projected[
-            torch.from_numpy(placed).to(rows.device)
-        ]
-    if len(image.separators):
+        offsets = torch.from_numpy(crop.layout.offsets).to(rows.device)
+        rows[offsets[offsets >= 0]] = crop.projected[offsets >= 0]
+    if len(image.layout.separators):
         if newline is None:
             raise ValueError("the image's layout has separators, but no embedding was given for them")
-        rows[torch.from_numpy(image.separators).to(rows.device)] = newline.to(rows)
+        rows[torch.from_numpy(image.layout.separators).to(rows.device)] = newline.to(rows)
     return rows
 
 

@@ -21,11 +21,10 @@ from vllm.model_executor.models.qwen2_5_vl import (
 )
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
-from stacktok.core.tokens import EncodedImage
-from stacktok.models.qwen2_5_vl import Qwen2_5_VLAdapter
-from stacktok.serving.fields import Asked
+from stacktok.core.tokens import EncodedImage, ImageLayout
+from stacktok.models.base import EncoderCall, Features
 from stacktok.serving.model import AttentionReader, PrunedModel
-from stacktok.serving.processor import PrunedProcessor, Room
+from stacktok.serving.processor import PrunedProcessor
 
 DIGITS = 4
 """Columns behind an embedding: two digits each of a token's row and column in its image."""
@@ -43,13 +42,7 @@ class PrunedQwenInfo(Qwen2_5_VLProcessingInfo):
 
 
 class PrunedQwenProcessor(PrunedProcessor, Qwen2_5_VLMultiModalProcessor):
-    """All merged tokens of an image may be kept."""
-
-    def room(self, index: int, items: Any, processed: Mapping[str, Any]) -> Room:
-        """One position per merged token."""
-        merge = self.info.get_hf_config().vision_config.spatial_merge_size
-        count = int(processed["image_grid_thw"][index].prod()) // merge**2
-        return Room(count, count)
+    """The family's processor."""
 
 
 @MULTIMODAL_REGISTRY.register_processor(
@@ -58,8 +51,6 @@ class PrunedQwenProcessor(PrunedProcessor, Qwen2_5_VLMultiModalProcessor):
 class PrunedQwen2_5_VL(PrunedModel, Qwen2_5_VLForConditionalGeneration):  # noqa: N801 - the family's own spelling
     """Qwen2_5_VLForConditionalGeneration."""
 
-    family = Qwen2_5_VLAdapter.family
-    mrope = True
     # Its path past embed_multimodal would skip the selector.
     supports_encoder_cudagraph = False
 
@@ -68,23 +59,19 @@ class PrunedQwen2_5_VL(PrunedModel, Qwen2_5_VLForConditionalGeneration):  # noqa
         tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self.register_buffer("_offsets", torch.zeros((3, tokens), dtype=torch.long), persistent=False)
         self._patches: torch.Tensor | None = None
+        self._encoder_call: EncoderCall | None = None
         # The merger itself may be called past its hooks; its first layer is given the same patches.
         self.visual.merger.ln_q.register_forward_pre_hook(self._note_patches)
         self.reader: AttentionReader | None = None
         if self.pruner.reads_tower:
             block = self.visual.blocks[max(self.config.vision_config.fullatt_block_indexes)]
-            self.reader = AttentionReader(block.attn.attn, False, getattr(self.pruner.method, "signal", None))
+            self.reader = AttentionReader(block.attn.attn, False, self.pruner.method.tower_signal)
 
     def _note_patches(self, module: Any, args: tuple[Any, ...]) -> None:
         self._patches = args[0]
 
-    def unpruned_lengths(self, kwargs: dict[str, Any]) -> list[int]:
-        """Merged tokens of an image."""
-        merge = self.config.vision_config.spatial_merge_size
-        return (kwargs["image_grid_thw"].prod(-1) // merge**2).tolist()
-
-    def encode_images(self, indices: list[int], asked: list[Asked], kwargs: dict[str, Any]) -> list[EncodedImage]:
-        """One crop per image, read by the adapter from what vLLM's tower gives."""
+    def image_features(self, indices: list[int], layouts: list[ImageLayout], kwargs: dict[str, Any]) -> list[Features]:
+        """The merger's input and output, which the adapter puts in raster order."""
         grids = kwargs["image_grid_thw"]
         pixels = kwargs["pixel_values"].split(grids.prod(-1).tolist())
         grids = grids[indices]
@@ -95,13 +82,17 @@ class PrunedQwen2_5_VL(PrunedModel, Qwen2_5_VLForConditionalGeneration):  # noqa
         patches, self._patches = self._patches, None
         if patches is None:
             raise ValueError("the vision tower's merger did not run, so there are no features to select by")
-        output = SimpleNamespace(last_hidden_state=patches.flatten(0, -2), pooler_output=projected)
-        adapter, arguments = Qwen2_5_VLAdapter(), {"image_grid_thw": grids}
-        images = adapter.encode("image", output, arguments, self, None)
-        if self.reader is not None:
-            reading = self.reader.take(grids.prod(-1).tolist())
-            images = adapter.add_attention(images, reading, output, arguments, self)
-        return images
+        output = SimpleNamespace(last_hidden_state=patches.flatten(0, -2))
+        self._encoder_call = EncoderCall("image", output, projected, {"image_grid_thw": grids}, self)
+        return self.adapter.features(self._encoder_call, layouts)
+
+    def add_attention(self, images: list[EncodedImage]) -> list[EncodedImage]:
+        """The attention of the images that were encoded last, where it was read."""
+        call, self._encoder_call = self._encoder_call, None
+        if self.reader is None or call is None:
+            return images
+        reading = self.reader.take(call.arguments["image_grid_thw"].prod(-1).tolist())
+        return self.adapter.add_attention(images, reading, call)
 
     def embed_multimodal(self, **kwargs: Any) -> Any:
         """The rows of every image, each followed by the digits of its place."""
@@ -111,7 +102,7 @@ class PrunedQwen2_5_VL(PrunedModel, Qwen2_5_VLForConditionalGeneration):  # noqa
         merge = self.config.vision_config.spatial_merge_size
         widths = (kwargs["image_grid_thw"][:, 2] // merge).tolist()
         return tuple(
-            torch.cat([one.rows, digits(one.places, width).to(one.rows)], dim=-1)
+            torch.cat([one.rows, digits(one.offsets, width).to(one.rows)], dim=-1)
             for one, width in zip(kept, widths, strict=True)
         )
 

@@ -6,13 +6,15 @@ The server's settings travel as ``hf_overrides={"architectures": [...], "stackto
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from stacktok.core.budget import Budget, budget_share
+from stacktok.core.limits import check_text, shown
 from stacktok.methods.base import FeatureMethod
 from stacktok.methods.registry import method_class
+from stacktok.serving.question import QUERY_CHARACTERS
 
 KEY = "stacktok"
 """Name of our entry in ``hf_overrides`` and in ``mm_processor_kwargs``."""
@@ -108,7 +110,40 @@ class Wish:
         query = given["query"]
         if not (query is None or isinstance(query, str)):
             raise TypeError(f"query has type {type(query).__name__}; give a text, or null to select without a question")
+        if query is not None:
+            check_text("query", query, QUERY_CHARACTERS)
         return cls(budget, query, from_prompt=False)
+
+
+def check_request(body: Mapping[str, Any], settings: Settings) -> None:
+    """Refuse what a request may not set, whether or not it brings a picture.
+
+    Parameters
+    ----------
+    body
+        The request.
+    settings
+        The server's.
+    """
+    arguments = body.get("mm_processor_kwargs")
+    if isinstance(arguments, Mapping):
+        Wish.read(arguments.get(KEY), settings.method.budget)
+        if settings.own_arguments_only:
+            check_foreign(name for name in arguments if name != KEY)
+    if body.get("media_io_kwargs") and settings.own_arguments_only:
+        raise ValueError(
+            "media_io_kwargs is not taken from clients of this server; leave it out, or start the server with "
+            "--trust-request-mm-kwargs where they may set it"
+        )
+
+
+def check_foreign(names: Iterable[str]) -> None:
+    """Refuse processor arguments that are not ours."""
+    for name in sorted(names):
+        raise ValueError(
+            f"mm_processor_kwargs has {shown(name)}, and this server takes {KEY!r} alone from its clients; "
+            "start it with --trust-request-mm-kwargs where they may set more"
+        )
 
 
 def check_budget(budget: Any) -> None:

@@ -10,8 +10,8 @@ class CountersExtension:
 
     model_runner: Any
 
-    def stacktok_counters(self) -> dict[str, float]:
+    def stacktok_counters(self) -> dict[str, float | list[float]]:
         """Counters of this worker; none where it serves a stock model."""
         pruner = getattr(self.model_runner.get_model(), "pruner", None)
-        found: dict[str, float] = {} if pruner is None else pruner.snapshot()
+        found: dict[str, float | list[float]] = {} if pruner is None else pruner.snapshot()
         return found

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -17,27 +18,31 @@ import numpy as np
 import torch
 from PIL import Image
 
-from stacktok.core.coverage import coverage_sum
 from stacktok.core.crops import Crop, PreparedCrops, prepare_crops
 from stacktok.core.record import CropSelection, Selection
+from stacktok.core.reference import coverage_sum
 from stacktok.core.selection import PreparedImage, prepare
 from stacktok.core.tokens import EncodedImage, Ints
 from stacktok.figures.seen import seen_pictures
 from stacktok.methods.base import FeatureMethod, Method
 from stacktok.methods.stacktok import StackTok
-from stacktok.models.base import adapter_for
+from stacktok.models.base import EncoderCall
+from stacktok.models.pictures import PictureLimits, read_picture
 from stacktok.models.prompt import prompt_inputs
 from stacktok.models.query import word_ids
+from stacktok.models.registry import adapter_for
 from stacktok.runtime.question import QuestionReader
-from stacktok.runtime.run import PROMPT
 from stacktok.runtime.tower import tapped_tower
 from stacktok.view import trace
 from stacktok.view.held import Asked, Left, Picture, tile_places
 from stacktok.view.jobs import Job
-from stacktok.view.offer import default_methods
-from stacktok.view.pictures import Limits, Refused, decode, png
+from stacktok.view.offer import default_methods, possible
+from stacktok.view.pictures import Refused, png
 from stacktok.view.recent import Recent
 from stacktok.view.samples import Sample
+
+UPLOADS = PictureLimits(megabytes=20, megapixels=40, tokens=4096)
+"""Default limits. A held picture of n tokens takes n^2 numbers, and several are held."""
 
 _PICTURES, _QUESTIONS, _ANSWERS = 8, 16, 256
 
@@ -54,7 +59,8 @@ class Engine:
     samples
         Pictures to begin with.
     methods
-        Methods to choose from by name, without a budget; the first is shown first.
+        Methods to choose from by name, without a budget; the first is shown first. Those that refuse the model are left
+        out.
     limits
         What uploads may be.
     max_new_tokens
@@ -69,14 +75,14 @@ class Engine:
         name: str,
         samples: Sequence[Sample] = (),
         methods: Mapping[str, Method] | None = None,
-        limits: Limits | None = None,
+        limits: PictureLimits | None = None,
         max_new_tokens: int = 32,
     ) -> None:
         self.model, self.processor, self.name = model, processor, name
         self.adapter = adapter_for(model)
         self.samples = {sample.name: sample for sample in samples}
-        self.methods = dict(methods if methods is not None else default_methods())
-        self.limits = limits or Limits()
+        self.methods = possible(methods if methods is not None else default_methods(), model, processor)
+        self.limits = limits or UPLOADS
         self.max_new_tokens = max_new_tokens
         self._reader = QuestionReader(model, processor, self.adapter)
         self._pictures: Recent[str, Picture] = Recent(_PICTURES)
@@ -96,7 +102,7 @@ class Engine:
     def upload(self, data: bytes) -> Picture:
         """Take a picture file; the same file again is the same picture."""
         name = "file-" + hashlib.sha256(data).hexdigest()[:16]
-        return self._pictures.get(name, lambda: self._encode(name, decode(data, self.limits)))
+        return self._pictures.get(name, lambda: self._encode(name, read_picture(data, self.limits)))
 
     def picture(self, name: str) -> Picture:
         """A sample, or an upload that is still held."""
@@ -247,7 +253,9 @@ class Engine:
     def _leave(self, picture: Picture, question: str, method: str, budget: int, job: Job | None) -> Left:
         chosen, asked = self.method(method), self.ask(picture.name, question)
         if isinstance(chosen, FeatureMethod):
-            (reduction,) = chosen.reduce_prompt([self._encoded_for(chosen, picture)], asked.query, budget)
+            if method not in picture.prepared_for:
+                picture.prepared_for[method] = chosen.prepare(self._encoded_for(chosen, picture))
+            (reduction,) = chosen.reduce_prompt([picture.prepared_for[method]], asked.query, budget)
             return Left(reduction, (len(reduction),) * self._depth)
         # What a method inside the language model keeps is known when that has run.
         left = self._answered(picture, question, method, budget, job)[1]
@@ -259,33 +267,37 @@ class Engine:
     def _depth(self) -> int:
         return len(self.adapter.layers(self.model))
 
-    def _encoded_for(self, method: Method, picture: Picture) -> EncodedImage:
+    def _encoded_for(self, method: FeatureMethod, picture: Picture) -> EncodedImage:
         """The encoded picture, with the tower's attention for a method that reads it."""
-        if method.facts.attention != "vision tower":
+        if not method.reads_tower:
             return picture.encoded
-        signal = getattr(method, "signal", None)
+        signal = method.tower_signal
         if signal not in picture.attended:
             with tapped_tower(self.adapter, self.model, signal) as tower, torch.no_grad():
                 output = self._features(picture.arguments)
             reading = tower.take()
             if reading is None:
                 raise Refused(422, f"The vision tower of {self.name} showed no attention; choose another method.")
-            (picture.attended[signal],) = self.adapter.add_attention(
-                [picture.encoded], reading, output, picture.arguments, self.model
-            )
+            call = self._call(output, picture.arguments)
+            (picture.attended[signal],) = self.adapter.add_attention([picture.encoded], reading, call)
         return picture.attended[signal]
+
+    def _call(self, output: Any, arguments: Mapping[str, Any]) -> EncoderCall:
+        return EncoderCall("image", output, self.adapter.units(output), arguments, self.model, self.processor)
 
     def _features(self, arguments: Mapping[str, Any]) -> Any:
         base: Any = self.adapter.base(self.model)
         return base.get_image_features(**arguments)
 
     def _encode(self, name: str, image: Image.Image) -> Picture:
-        inputs = prompt_inputs(self.processor, image, "", self.model)
-        arguments = {key: inputs[key] for key in ("pixel_values", "image_sizes", "image_grid_thw") if key in inputs}
+        inputs = prompt_inputs(self.processor, image, "", self.model, self.limits)
+        function: Any = self.adapter.base(self.model).get_image_features
+        arguments = {key: inputs[key] for key in inspect.signature(function).parameters if key in inputs}
         begin = time.perf_counter()
         with torch.no_grad():
             features = self._features(arguments)
-        (encoded,) = self.adapter.encode("image", features, arguments, self.model, self.processor)
+        groups = self.adapter.group(self.model.config, inputs["input_ids"][0].tolist(), self.processor)
+        (encoded,) = self.adapter.encode(self._call(features, arguments), groups=groups)
         encoding = time.perf_counter() - begin
         begin = time.perf_counter()
         if len(encoded.crops) == 1:
@@ -306,14 +318,8 @@ class Engine:
         if not question.strip():
             width = picture.encoded.crops[0].projected.shape[1]
             return Asked([], [], torch.zeros((0, width)))
-        inputs = prompt_inputs(self.processor, picture.image, question, self.model)
-        ids = inputs["input_ids"][0]
-        mask = torch.ones_like(ids, dtype=torch.bool)
-        for token in self.adapter.modalities.values():
-            mask &= ids != getattr(self.model.config, token)
-        prompt = ids[mask].tolist()
-        words = self._reader.prompt_words(prompt)
-        found = self._reader.question(PROMPT, prompt, ids.device)
+        words = self.adapter.query_words(question)
+        found = self._reader.question(question, None, self.model.get_input_embeddings().weight.device)
         sizes = [len(word_ids(self._reader.tokenizer, [word])) for word in words]
         starts = np.cumsum([0, *sizes]).tolist()
         rows = [list(range(start, start + size)) for start, size in zip(starts, sizes, strict=False)]
@@ -340,15 +346,17 @@ class Engine:
                 stop = job is not None and job.cancelled
                 return torch.full((len(input_ids),), stop, dtype=torch.bool, device=input_ids.device)
 
-        inputs = prompt_inputs(self.processor, picture.image, question, self.model)
+        inputs = prompt_inputs(self.processor, picture.image, question, self.model, self.limits)
         pruning: Any = nullcontext()
         features = picture.features
         if method is not None:
             chosen = self.method(method)
             pruning = replace(chosen, budget=budget)(self.model, self.processor)
-            if chosen.facts.attention == "vision tower":
+            if chosen.reads_tower:
                 features = None
         with self._recalled(features) as encoding, pruning as pruned, torch.no_grad():
+            if pruned is not None:
+                pruned.query = question
             begin = time.perf_counter()
             out = self.model.generate(
                 **inputs,

@@ -13,6 +13,7 @@ from stacktok.core.tokens import EncodedCrop
 from stacktok.embedded import PREFIX
 from stacktok.figures.kept import COVERAGE, MERGED, OTHER, RELEVANCE, outline
 from stacktok.methods.base import Method
+from stacktok.models.prompt import plain_text
 from stacktok.view.engine import Engine
 from stacktok.view.held import Picture
 from stacktok.view.trace import crop_records
@@ -55,24 +56,24 @@ def python_lines(engine: Engine, name: str, question: str, method: str, budget: 
         method_import = f"from {kind.__module__} import {kind.__name__}"
     embedded = engine.name.startswith(PREFIX)
     imports = [
-        "from PIL import Image" if sample is None or not sample.source else "",
         "from transformers import AutoModelForImageTextToText, AutoProcessor",
         "",
         method_import,
         "from stacktok import embedded" if embedded else "",
         sample.imports if sample is not None else "",
+        "from stacktok.models.pictures import read_picture" if sample is None or not sample.source else "",
     ]
-    picture = sample.source if sample is not None and sample.source else 'Image.open("picture.png").convert("RGB")'
+    picture = sample.source if sample is not None and sample.source else 'read_picture("picture.png")'
     where = f"embedded.path({engine.name.removeprefix(PREFIX)!r})" if embedded else repr(engine.name)
     return "\n".join(
         [
-            *(line for at, line in enumerate(imports) if line or at == 2),
+            *(line for at, line in enumerate(imports) if line or at == 1),
             "",
             f"name = {where}",
             "model = AutoModelForImageTextToText.from_pretrained(name).eval()",
             "processor = AutoProcessor.from_pretrained(name)",
             f"picture = {picture}",
-            f"question = {question!r}",
+            f"question = {plain_text(question, engine.processor)!r}",
             'content = [{"type": "image"}, {"type": "text", "text": question}]',
             "prompt = processor.apply_chat_template(",
             '    [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True',

@@ -12,6 +12,7 @@ from stacktok.core.crops import PreparedCrops
 from stacktok.core.record import CropSelection, Selection
 from stacktok.core.selection import PreparedImage
 from stacktok.core.tokens import SEPARATOR, EncodedImage, Reduction
+from stacktok.methods.base import Prepared
 
 
 @dataclass(eq=False)
@@ -36,6 +37,8 @@ class Picture:
         Time of encoding and of preparing.
     attended
         The encoded picture with the tower's attention, by the signal that was read.
+    prepared_for
+        The picture prepared for a method, by its name.
     """
 
     name: str
@@ -47,6 +50,7 @@ class Picture:
     crops: list[bytes]
     seconds: dict[str, float]
     attended: dict[str | None, EncodedImage] = field(default_factory=dict)
+    prepared_for: dict[str, Prepared] = field(default_factory=dict)
 
     @property
     def units(self) -> tuple[PreparedImage, ...]:
@@ -89,10 +93,12 @@ class Left:
 
 def tile_places(encoded: EncodedImage) -> list[list[int] | None]:
     """Row and column of every tile on its canvas; None for a view that is no tile."""
+    if len(encoded.crops) == 1:
+        return [None]
     first: dict[int, int] = {}
     for c, crop in enumerate(encoded.crops):
-        if crop.separators is not None and crop.eligible.any():
-            first[c] = int(crop.separators[crop.eligible].min())
+        if crop.layout.separators is not None and crop.eligible.any():
+            first[c] = int(crop.layout.separators[crop.eligible].min())
     lines = sorted(set(first.values()))
     columns = dict.fromkeys(lines, 0)
     places: list[list[int] | None] = []

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -17,6 +18,10 @@ _PAGES = 256
 
 class Superseded(Exception):  # noqa: N818 - not an error: the page itself asked for something newer
     """The page that asked has asked for something newer."""
+
+
+class Late(Exception):  # noqa: N818 - an answer to a person
+    """The job was not done within the deadline."""
 
 
 class Busy(Exception):  # noqa: N818 - a state of the server, which passes
@@ -31,6 +36,7 @@ class Job:
     serial: int
     work: Callable[[Job], Any]
     future: Future[Any] = field(default_factory=Future)
+    started: bool = False
     _cancelled: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -47,6 +53,20 @@ class Job:
         """Say that nobody wants the result any more."""
         self._cancelled.set()
 
+    def fail(self, error: BaseException) -> None:
+        """Answer with an error, unless there is an answer already."""
+        # A future of asyncio never ends with StopIteration, and its loop does not survive what ends a program.
+        if isinstance(error, StopIteration) or not isinstance(error, Exception):
+            cause, error = error, RuntimeError(f"the model's code raised {type(error).__name__}: {error}")
+            error.__cause__ = cause
+        with suppress(InvalidStateError):
+            self.future.set_exception(error)
+
+    def succeed(self, result: Any) -> None:
+        """Answer with a result, unless there is an answer already."""
+        with suppress(InvalidStateError):
+            self.future.set_result(result)
+
 
 class Jobs:
     """Runs jobs one after the other on a thread of its own.
@@ -55,12 +75,17 @@ class Jobs:
     ----------
     waiting
         Jobs that may wait; one more is refused.
+    deadline
+        Seconds after which a job that is not done, waiting included, ends with `Late`. One that runs is told to stop;
+        until it does, those behind it wait, each no longer than its own deadline.
     """
 
-    def __init__(self, waiting: int = 16) -> None:
+    def __init__(self, waiting: int = 16, deadline: float = 120) -> None:
         if waiting < 1:
             raise ValueError(f"waiting={waiting!r} must be at least 1")
-        self.waiting = waiting
+        if not 0 < deadline <= threading.TIMEOUT_MAX:
+            raise ValueError(f"deadline={deadline!r} is not a time; give seconds greater than 0")
+        self.waiting, self.deadline = waiting, deadline
         self._queue: deque[Job] = deque()
         self._running: Job | None = None
         self._latest: OrderedDict[str, int] = OrderedDict()
@@ -95,7 +120,7 @@ class Jobs:
             for old in [old for old in self._queue if old.page == page and old.serial < serial]:
                 self._queue.remove(old)
                 old.cancel()
-                old.future.set_exception(Superseded())
+                old.fail(Superseded())
             running = self._running
             if running is not None and running.page == page and running.serial < serial:
                 running.cancel()
@@ -103,20 +128,39 @@ class Jobs:
                 raise Busy
             self._queue.append(job)
             self._change.notify()
+        timer = threading.Timer(self.deadline, self._expire, [job])
+        timer.daemon = True
+        timer.start()
+        job.future.add_done_callback(lambda _: timer.cancel())
         return job.future
 
-    def close(self) -> None:
-        """Finish the running job, drop the others, end the thread."""
+    def _expire(self, job: Job) -> None:
+        job.cancel()
+        with self._change:
+            if job in self._queue:
+                self._queue.remove(job)
+        doing = "worked on this" if job.started else "been busy with other requests"
+        job.fail(Late(f"The model has {doing} for {self.deadline:g} s without an answer."))
+
+    def close(self, patience: float = 2) -> None:
+        """Stop the running job, drop the others, end the thread.
+
+        Parameters
+        ----------
+        patience
+            Seconds to wait for the running job; one that does not stop is left to end with the process.
+        """
         with self._change:
             self._open = False
             for job in self._queue:
                 job.cancel()
-                job.future.set_exception(Superseded())
+                job.fail(Superseded())
             self._queue.clear()
             if self._running is not None:
                 self._running.cancel()
+                self._running.fail(Superseded())
             self._change.notify()
-        self._thread.join()
+        self._thread.join(patience)
 
     def _work(self) -> None:
         while True:
@@ -126,14 +170,15 @@ class Jobs:
                 if not self._queue:
                     return
                 job = self._running = self._queue.popleft()
+                job.started = True
             try:
                 job.check()
                 result = job.work(job)
                 job.check()
             # Whatever went wrong belongs to the one who asked; the worker goes on.
             except BaseException as error:
-                job.future.set_exception(error)
+                job.fail(error)
             else:
-                job.future.set_result(result)
+                job.succeed(result)
             with self._change:
                 self._running = None

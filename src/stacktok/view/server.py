@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+import uvicorn
 from fastapi import FastAPI, Header, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel, Field
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from stacktok.core.limits import JSON_CHARACTERS, QUESTION_CHARACTERS, parse_json
+from stacktok.models.pictures import PictureError
 from stacktok.view import export
 from stacktok.view.engine import Engine
-from stacktok.view.jobs import Busy, Job, Jobs, Superseded
-from stacktok.view.pictures import Refused, png
+from stacktok.view.jobs import Busy, Job, Jobs, Late, Superseded
+from stacktok.view.pictures import STATUS, Refused, png
 
 STATIC = Path(__file__).parent / "static"
 
@@ -34,21 +42,24 @@ _HEADERS = {
 
 T = TypeVar("T")
 Page = Annotated[str, Header(alias="X-Page", min_length=1, max_length=64)]
-Serial = Annotated[int, Header(alias="X-Serial", ge=0)]
+Serial = Annotated[int, Header(alias="X-Serial", ge=0, le=2**53)]
+
+UPLOAD = "/api/images"
+"""Where pictures go; every other body is JSON."""
 
 
 class Query(BaseModel):
     """A question on a picture under a method."""
 
     image: str = Field(max_length=64)
-    question: str = Field(max_length=1000)
+    question: str = Field(max_length=QUESTION_CHARACTERS)
     method: str = Field(max_length=64)
 
 
 class AtBudget(Query):
     """The same at a budget."""
 
-    budget: int = Field(ge=1)
+    budget: int = Field(ge=1, le=10**9)
 
 
 class Exported(AtBudget):
@@ -61,10 +72,50 @@ class Unpruned(BaseModel):
     """A question on a picture, with all tokens."""
 
     image: str = Field(max_length=64)
-    question: str = Field(max_length=1000)
+    question: str = Field(max_length=QUESTION_CHARACTERS)
 
 
-def create_app(engine: Engine, *, hosts: tuple[str, ...] = (), waiting: int = 16) -> FastAPI:
+class BoundedBodies:
+    """Middleware that turns down JSON which is too long or nests too deep, before anything parses it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read the body and pass it on."""
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] == UPLOAD:
+            await self.app(scope, receive, send)
+            return
+        body, more = bytearray(), True
+        while more:
+            message = await receive()
+            if message["type"] != "http.request":
+                return
+            body.extend(message.get("body", b""))
+            more = message.get("more_body", False)
+            if len(body) > JSON_CHARACTERS:
+                detail = f"The request has more than {JSON_CHARACTERS} bytes; send less."
+                await JSONResponse({"detail": detail}, 413)(scope, receive, send)
+                return
+        try:
+            parse_json("the request", body.decode("utf-8"))
+        except ValueError as error:
+            await JSONResponse({"detail": _sentence(error)}, 422)(scope, receive, send)
+            return
+        kept: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+        async def again() -> Message:
+            return kept.pop() if kept else await receive()
+
+        await self.app(scope, again, send)
+
+
+def _sentence(error: Exception) -> str:
+    text = str(error)
+    return f"{text[:1].upper()}{text[1:]}" + ("" if text.endswith(".") else ".")
+
+
+def create_app(engine: Engine, *, hosts: tuple[str, ...] = (), waiting: int = 16, deadline: float = 120) -> FastAPI:
     """The inspector as an ASGI application.
 
     Parameters
@@ -75,8 +126,10 @@ def create_app(engine: Engine, *, hosts: tuple[str, ...] = (), waiting: int = 16
         Names under which the server is reached, besides those of this machine.
     waiting
         Requests that may wait for the model.
+    deadline
+        Seconds within which every request is answered, if only by saying that it took too long.
     """
-    jobs = Jobs(waiting)
+    jobs = Jobs(waiting, deadline)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -86,6 +139,7 @@ def create_app(engine: Engine, *, hosts: tuple[str, ...] = (), waiting: int = 16
     app = FastAPI(
         title="StackTok inspector", docs_url=None, redoc_url=None, openapi_url="/api/openapi.json", lifespan=lifespan
     )
+    app.add_middleware(BoundedBodies)
     # A name that a foreign page made point here is not one of ours.
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost", "[::1]", *hosts])
 
@@ -100,9 +154,29 @@ def create_app(engine: Engine, *, hosts: tuple[str, ...] = (), waiting: int = 16
     async def refused(_: Request, error: Refused) -> JSONResponse:
         return JSONResponse({"detail": str(error)}, error.status)
 
+    @app.exception_handler(PictureError)
+    async def no_picture(_: Request, error: PictureError) -> JSONResponse:
+        return JSONResponse({"detail": _sentence(error)}, STATUS[error.reason])
+
     @app.exception_handler(ValueError)
     async def wrong(_: Request, error: ValueError) -> JSONResponse:
-        return JSONResponse({"detail": str(error)}, 422)
+        return JSONResponse({"detail": _sentence(error)}, 422)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        # Without the values that were sent: they may be long.
+        problems = (f"{entry['loc'][-1]}: {entry['msg']}" for entry in error.errors()[:5])
+        return JSONResponse({"detail": "; ".join(problems)}, 422)
+
+    @app.exception_handler(Late)
+    async def late(_: Request, error: Late) -> JSONResponse:
+        detail = f"{error} Ask again, or start the inspector with a larger --deadline."
+        return JSONResponse({"detail": detail}, 504)
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(_: Request, error: ClientDisconnect) -> Response:
+        # Nobody reads this; without it a broken-off upload is logged as a fault of the server.
+        return Response(status_code=400)
 
     @app.exception_handler(Superseded)
     async def superseded(_: Request, error: Superseded) -> JSONResponse:
@@ -124,7 +198,7 @@ def create_app(engine: Engine, *, hosts: tuple[str, ...] = (), waiting: int = 16
             "family": engine.adapter.family,
             "methods": list(engine.methods),
             "samples": [{"image": s.name, "questions": list(s.questions)} for s in engine.samples.values()],
-            "limits": {"megabytes": engine.limits.megabytes, "megapixels": engine.limits.megapixels},
+            "limits": asdict(engine.limits),
         }
 
     @app.get("/api/samples/{name}.png")
@@ -136,7 +210,7 @@ def create_app(engine: Engine, *, hosts: tuple[str, ...] = (), waiting: int = 16
         thumbnail.thumbnail((160, 160))
         return Response(png(thumbnail), media_type="image/png")
 
-    @app.post("/api/images")
+    @app.post(UPLOAD)
     async def upload(request: Request, page: Page, serial: Serial) -> dict[str, Any]:
         """Take a picture: the file itself is the body; it is held in memory alone."""
         data = bytearray()
@@ -195,3 +269,17 @@ def create_app(engine: Engine, *, hosts: tuple[str, ...] = (), waiting: int = 16
 
     app.mount("/", StaticFiles(directory=STATIC, html=True))
     return app
+
+
+def serve(app: FastAPI, listener: socket.socket) -> None:
+    """Serve until Ctrl+C, which ends the server whatever the model is busy with.
+
+    Parameters
+    ----------
+    app
+        From `create_app`.
+    listener
+        A bound socket.
+    """
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2)
+    uvicorn.Server(config).run(sockets=[listener])

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from stacktok.core.affinity import Affinity
-from stacktok.core.record import CropSelection, Ints, Selection
+from stacktok.core.record import CropSelection, Selection
+from stacktok.core.tokens import Ints
 
 
 def crop_records(record: Selection | CropSelection) -> tuple[Selection, ...]:

@@ -13,8 +13,16 @@ export function newState() {
 export const sameState = () => serial;
 export const current = (own) => own === serial;
 
+async function reach(path, options = {}) {
+  try {
+    return await fetch(path, options);
+  } catch {
+    throw new Error('The server does not answer. Start `stacktok view` again, then reload this page.');
+  }
+}
+
 async function send(path, own, options = {}) {
-  const response = await fetch(path, {
+  const response = await reach(path, {
     ...options,
     headers: { 'X-Page': page, 'X-Serial': String(own), ...options.headers },
   });
@@ -34,7 +42,7 @@ function post(path, own, body) {
   });
 }
 
-export const info = async () => (await fetch('api/info')).json();
+export const info = async () => (await reach('api/info')).json();
 export const image = async (own, name) => (await send(`api/images/${encodeURIComponent(name)}`, own)).json();
 export const upload = async (own, file) =>
   (await send('api/images', own, { method: 'POST', headers: { 'Content-Type': 'application/octet-stream' }, body: file })).json();

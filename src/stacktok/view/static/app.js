@@ -34,6 +34,29 @@ function say(text) {
   $('message').hidden = !text;
 }
 
+// What the page waits for, said in words, with the seconds that it has taken so far.
+let waits = [];
+
+function sayWaits() {
+  const last = waits[waits.length - 1];
+  const seconds = last ? Math.floor((performance.now() - last.since) / 1000) : 0;
+  $('status').textContent = last ? `${last.text}${seconds ? ` ${seconds} s` : ''}` : '';
+}
+
+setInterval(() => { if (waits.length) sayWaits(); }, 1000);
+
+async function wait(text, work) {
+  const entry = { text, since: performance.now() };
+  waits.push(entry);
+  sayWaits();
+  try {
+    return await work();
+  } finally {
+    waits = waits.filter((one) => one !== entry);
+    sayWaits();
+  }
+}
+
 // Runs a request of the page; what a newer state made pointless is dropped in silence.
 async function attempt(work) {
   try {
@@ -147,7 +170,7 @@ async function openPicture(name, file) {
   const own = api.newState();
   say('');
   for (const panel of panels) panel.root.classList.add('busy');
-  const found = await attempt(() => (file ? api.upload(own, file) : api.image(own, name)));
+  const found = await attempt(() => wait(file ? 'Sending and encoding the picture…' : 'Encoding the picture…', () => (file ? api.upload(own, file) : api.image(own, name))));
   for (const panel of panels) panel.root.classList.remove('busy');
   if (!found || !api.current(own)) return;
   picture = found;
@@ -169,8 +192,15 @@ async function askQuestion() {
   if (!picture) return;
   const query = (panel) => ({ image: state.image, question: state.question, method: panel.method });
   const missing = panels.filter(({ walk }) => !walk || walk.question !== state.question || walk.image !== state.image);
-  for (const panel of missing) Object.assign(panel, { answer: null, set: null });
-  const found = await attempt(() => Promise.all(missing.map((panel) => api.walk(own, query(panel)))));
+  for (const panel of missing) {
+    Object.assign(panel, { answer: null, set: null });
+    panel.root.classList.add('busy');
+  }
+  say('');
+  drawAnswers();
+  const names = missing.map(({ method }) => method).join(' and ');
+  const found = await attempt(() => wait(`Selecting for every budget: ${names}…`, () => Promise.all(missing.map((panel) => api.walk(own, query(panel))))));
+  if (api.current(own)) drawAnswers();
   if (!found || !api.current(own)) return;
   found.forEach((walk, i) => { missing[i].walk = runs.index(walk); });
   if (state.word !== null && state.word >= panels[0].walk.words.length) state.word = null;
@@ -196,7 +226,7 @@ async function refresh() {
   await attempt(async () => {
     for (const panel of panels) {
       if (panel.walk && !panel.walk.anytime && (!panel.set || panel.set.budget !== budget)) {
-        panel.set = await api.kept(own, { ...query, method: panel.method, budget });
+        panel.set = await wait(`Selecting ${budget} tokens: ${panel.method}…`, () => api.kept(own, { ...query, method: panel.method, budget }));
         draw();
       }
     }
@@ -204,17 +234,19 @@ async function refresh() {
       if (!panel.answer || panel.answer.budget !== budget || panel.answer.question !== state.question || panel.answer.image !== state.image) {
         panel.answer = null;
         drawAnswers();
-        panel.answer = { ...(await api.answer(own, { ...query, method: panel.method, budget })), budget, ...query };
+        const answer = await wait(`Answering with ${budget} tokens: ${panel.method}…`, () => api.answer(own, { ...query, method: panel.method, budget }));
+        panel.answer = { ...answer, budget, ...query };
         drawAnswers();
       }
     }
     if (!full || full.question !== query.question || full.image !== query.image) {
-      full = { ...(await api.fullAnswer(own, query)), ...query };
+      full = { ...(await wait('Answering with all tokens…', () => api.fullAnswer(own, query))), ...query };
     }
     drawAnswers();
     drawTimes();
     document.body.dataset.settled = JSON.stringify([state.image, state.question, budget, state.method, state.other]);
   });
+  if (api.current(own)) drawAnswers();
 }
 
 // --- building -------------------------------------------------------------------------------------------------------
@@ -415,7 +447,7 @@ function counted(answer, tokens) {
 function drawAnswers() {
   const row = (name, answer, tokens) => element('tr', {},
     element('td', {}, name),
-    element('td', { class: answer ? 'answer' : 'waiting' }, answer ? answer.answer || '(nothing)' : '…'),
+    element('td', { class: answer ? 'answer' : 'waiting' }, answer ? answer.answer || '(nothing)' : waits.length ? '…' : '–'),
     element('td', { class: 'num' }, counted(answer, tokens)),
     element('td', { class: 'num' }, answer ? milliseconds(answer.seconds) : ''));
   $('answers').tBodies[0].replaceChildren(

@@ -1,0 +1,7 @@
+"""``python -m stacktok``: the command line."""
+
+from __future__ import annotations
+
+from stacktok.cli import main
+
+main()

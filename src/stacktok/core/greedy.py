@@ -1,0 +1,242 @@
+"""Greedy runs over images and crops: what both backends share around Algorithm 1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from stacktok.core import reference as reference_backend
+from stacktok.core.affinity import Affinity, QueryAffinity
+from stacktok.core.inputs import Mask
+from stacktok.core.parameters import Parameters
+from stacktok.core.record import Selection
+from stacktok.core.reference import coverage_sum, nominee_gains, strictness, target_sums
+from stacktok.kernels import CRITERIA, Floats, Ints, Problem, Rule, Steps, Swap
+
+_CRITERIA = np.array(CRITERIA, dtype=object)
+
+
+class Backend(Protocol):
+    """A module that runs selections; `stacktok.kernels.cpu` documents the functions."""
+
+    def precompute(self, vision_affinity: Affinity, eligible: Mask) -> Any:
+        """Query-independent state from A^vv, (n, n), and the positions that may be kept, (n,)."""
+
+    def greedy(self, problems: Sequence[Problem]) -> list[Steps]:
+        """Algorithm 1 on every problem, in parallel where that pays."""
+
+    def refine(
+        self,
+        vision_affinity: Affinity,
+        query_affinity: QueryAffinity,
+        kept: Ints,
+        eligible: Mask,
+        depth: int | None,
+        target: float,
+        epsilon: float,
+        passes: int | None,
+    ) -> tuple[Ints, list[Swap]]:
+        """Swap refinement, Eq. (swap)."""
+
+
+def get_backend(name: str) -> Backend:
+    """The backend of a checked name; "auto" is the compiled one."""
+    if name == "reference":
+        return reference_backend
+    # numba loads with the first selection, not with the package.
+    from stacktok.kernels import cpu
+
+    return cpu
+
+
+class CoverageReference:
+    """The query-independent side of an image or crop: A^vv and the reference curve, Eq. (reference).
+
+    Threads may share it.
+
+    Parameters
+    ----------
+    vision_affinity
+        A^vv, (n, n), on its grid.
+    eligible
+        Positions that may be kept, (n,).
+    backend
+        Name of the backend.
+    """
+
+    def __init__(self, vision_affinity: Affinity, eligible: Mask, backend: str) -> None:
+        self.vision_affinity, self.eligible, self.backend = vision_affinity, eligible, backend
+        self.n, self.capacity = len(vision_affinity), int(eligible.sum())
+        self.state = get_backend(backend).precompute(vision_affinity, eligible)
+        # n C^ref_t from t = 0 on, as far as it has been asked for.
+        self._curve: Floats = np.zeros(1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of A^vv and what is precomputed from it."""
+        return sum(array.nbytes for array in (*self.state, self._curve))
+
+    @staticmethod
+    def curves(units: Sequence[CoverageReference], sizes: Sequence[int]) -> list[Floats]:
+        """N C^ref_t of every unit for t = 0 to its size at least; computed in parallel where not yet known."""
+        found = [unit._curve for unit in units]
+        short = [c for c, size in enumerate(sizes) if size >= len(found[c])]
+        problems = []
+        for c in short:
+            # At least doubled, so that slowly rising budgets do not repeat the chain each time.
+            size = min(units[c].capacity, max(sizes[c], 2 * (len(found[c]) - 1)))
+            no_query = np.zeros((0, units[c].n), dtype=units[c].vision_affinity.dtype)
+            problems.append(Problem(units[c].state, no_query, np.zeros(size), Rule.COVERAGE))
+        if short:
+            for c, steps in zip(short, get_backend(units[0].backend).greedy(problems), strict=True):
+                found[c] = units[c]._curve = steps.coverage
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class GreedyRun:
+    """One question's run of Algorithm 1 over an image or crop.
+
+    Attributes
+    ----------
+    reference
+        The coverage side of the unit.
+    query_affinity
+        A^qv, (m, n), on its grid.
+    parameters
+        Checked parameters.
+    depth
+        Kept tokens per query row that count towards relevance; None for all.
+    strictness
+        beta.
+    curve, targets
+        n C^ref_t and n theta_t, from t = 0 to the run's length at least.
+    steps
+        The picks.
+    """
+
+    reference: CoverageReference
+    query_affinity: QueryAffinity
+    parameters: Parameters
+    depth: int | None
+    strictness: float
+    curve: Floats
+    targets: Floats
+    steps: Steps
+
+    @staticmethod
+    def run(
+        units: Sequence[tuple[CoverageReference, QueryAffinity]],
+        parameters: Parameters,
+        budget: int,
+        lengths: Sequence[int],
+        horizons: Sequence[int],
+    ) -> list[GreedyRun]:
+        """Run several units of one question.
+
+        Parameters
+        ----------
+        units
+            Images or crops, with the affinities of the question to each.
+        parameters
+            Checked parameters.
+        budget
+            Tokens to be kept in the end, over all units.
+        lengths
+            Tokens that each run picks.
+        horizons
+            Sizes whose targets `target="final"` holds throughout.
+        """
+        final = parameters.target == "final"
+        curves = CoverageReference.curves([unit for unit, _ in units], horizons if final else lengths)
+        runs, problems = [], []
+        for (unit, query), curve, k, horizon in zip(units, curves, lengths, horizons, strict=True):
+            beta = strictness(query, parameters)
+            if parameters.criterion == "relevance":
+                # No coverage is asked for: it only takes over where relevance has saturated.
+                targets = np.zeros(k + 1)
+            elif final:
+                targets = np.full(k + 1, target_sums(curve, beta)[horizon])
+            else:
+                targets = target_sums(curve[: k + 1], beta)
+            depth = parameters.depth(len(query), budget)
+            problems.append(Problem(unit.state, query, targets[:k], _rule(query, parameters), depth, parameters.alpha))
+            runs.append((unit, query, parameters, depth, beta, curve, targets))
+        found = get_backend(parameters.backend).greedy(problems)
+        return [GreedyRun(*run, steps) for run, steps in zip(runs, found, strict=True)]
+
+    def nominee_gains(self) -> Floats:
+        """H of every pick, Eq. (crop-nominee)."""
+        return nominee_gains(self.steps, *self.query_affinity.shape)
+
+    def record(self, k: int) -> Selection:
+        """The record at k tokens, at most the run's, with swaps if the parameters ask for them."""
+        m, n = self.query_affinity.shape
+        relevance, coverage = self.steps.relevance[: k + 1] / max(1, m), self.steps.coverage[: k + 1] / n
+        selection = Selection(
+            n=n,
+            m=m,
+            k=k,
+            indices=np.sort(self.steps.order[:k]),
+            order=self.steps.order[:k].copy(),
+            criterion=tuple(_CRITERIA[self.steps.criterion[:k]].tolist()),
+            bound=self.steps.bound[:k].copy(),
+            relevance=relevance,
+            coverage=coverage,
+            reference=self.curve[: k + 1] / n,
+            target=self.targets[: k + 1] / n,
+            strictness=self.strictness,
+            swaps=(),
+            final_relevance=float(relevance[k]),
+            final_coverage=float(coverage[k]),
+            _not_anytime=self._not_anytime(),
+            _refine=self.refine,
+        )
+        return self.refine(selection)
+
+    def _not_anytime(self) -> str:
+        """The setting that makes a run depend on its budget from the first step on, if one does."""
+        if self.parameters.target == "final":
+            return 'target="final"'
+        return 'relevance_depth="auto"' if self.parameters.relevance_depth == "auto" else ""
+
+    def refine(self, selection: Selection) -> Selection:
+        """Swap refinement, Eq. (swap), where the set is small enough to be refined."""
+        parameters, unit, k = self.parameters, self.reference, selection.k
+        if not 0 < k < unit.capacity or k > parameters.swap_limit or parameters.criterion != "gated":
+            return selection
+        indices, swaps = get_backend(parameters.backend).refine(
+            unit.vision_affinity,
+            self.query_affinity,
+            selection.indices,
+            unit.eligible,
+            self.depth,
+            float(self.targets[k]),
+            parameters.swap_epsilon,
+            parameters.swap_passes,
+        )
+        if not swaps:
+            return selection
+        kept = indices.tolist()
+        query, vision = torch.from_numpy(self.query_affinity), torch.from_numpy(unit.vision_affinity)
+        return replace(
+            selection,
+            indices=indices,
+            swaps=tuple(swaps),
+            final_relevance=coverage_sum(query, kept, self.depth) / max(1, selection.m),
+            final_coverage=coverage_sum(vision, kept) / selection.n,
+        )
+
+
+def _rule(query_affinity: QueryAffinity, parameters: Parameters) -> Rule:
+    if parameters.criterion == "scalarized":
+        return Rule.SCALARIZED
+    if parameters.criterion == "relevance" and parameters.fill == "index":
+        return Rule.RELEVANCE
+    if len(query_affinity) == 0 or parameters.criterion == "coverage":
+        return Rule.COVERAGE
+    return Rule.GATED

@@ -1,0 +1,62 @@
+"""Qwen3-VL and its mixture of experts: timestamped frames, and DeepStack.
+
+The language model adds further features of the tower to the hidden states of visual tokens after its first layers.
+Those features, and the mask that says whose they are, lose the tokens that go.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from stacktok.models.base import KeptTokens
+from stacktok.models.qwen2_vl import Qwen2VLAdapter
+
+_TIMESTAMP = re.compile(r"<\d+\.\d seconds>(?=<\|vision_start\|>)")
+
+
+class TimestampedQwenAdapter(Qwen2VLAdapter):
+    """A video is one run of placeholders per temporal patch, each after its time; all runs share one budget."""
+
+    def user_text(self, turn: str) -> str:
+        """The turn without the times of frames."""
+        return _TIMESTAMP.sub("", turn)
+
+
+class Qwen3VLAdapter(TimestampedQwenAdapter):
+    """Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration."""
+
+    family = "Qwen3-VL"
+
+    def shorten(self, kwargs: Mapping[str, Any], kept: KeptTokens) -> dict[str, Any]:
+        """DeepStack: the mask of visual tokens, and their features; those of a merged token are averaged."""
+        visual, features = kwargs.get("visual_pos_masks"), kwargs.get("deepstack_visual_embeds")
+        if visual is None or features is None:
+            return {}
+        mask = kept.gather(visual) & kept.valid.to(visual.device)
+        # A feature belongs to the visual token of the same number, counted over the batch.
+        numbers = torch.zeros_like(visual, dtype=torch.long)
+        numbers[visual] = torch.arange(int(visual.sum()), device=visual.device)
+        chosen = kept.gather(numbers)[mask]
+        outputs = torch.zeros_like(mask, dtype=torch.long)
+        outputs[mask] = torch.arange(len(chosen), device=mask.device)
+        shorter = [rows[chosen.to(rows.device)] for rows in features]
+        for row, token, sources in kept.merged:
+            of = numbers[row, sources.to(numbers.device)]
+            for rows, pruned in zip(features, shorter, strict=True):
+                pruned[outputs[row, token]] = rows[of.to(rows.device)].mean(0)
+        return {"visual_pos_masks": mask, "deepstack_visual_embeds": shorter}
+
+    def ranking_attention(self, model: Any, layer: int) -> nn.Module:
+        """Any layer from the last on that DeepStack features are added after."""
+        last = len(model.config.vision_config.deepstack_visual_indexes) - 1
+        if layer < last:
+            raise ValueError(
+                f"{self.family} adds visual features to the hidden states after layers 0 to {last}, so no token can go "
+                f"after layer {layer}; cut after layer {last} or later (FastV: full_layers={last + 1})"
+            )
+        return super().ranking_attention(model, layer)

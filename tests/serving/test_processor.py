@@ -1,0 +1,115 @@
+"""The processor in vLLM's HTTP process, without an engine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+
+import torch
+from vllm.config import ModelConfig
+from vllm.multimodal import MULTIMODAL_REGISTRY
+
+from stacktok.models.query import word_ids
+from stacktok.serving import engine_arguments
+from stacktok.serving.fields import IMAGE, KEEP, QUERY, REQUEST, Asked, unpack
+from stacktok.serving.plugin import register
+from stacktok.serving.question import QUERY_ROWS
+from tests.serving.answers import CATS, DOG, SQUARE
+from tests.serving.models import FAMILIES, folder, reference
+
+
+def model_config(name: str, budget: Any = 10, **settings: Any) -> ModelConfig:
+    """The configuration of a tiny model that is served pruned."""
+    register()
+    overrides = engine_arguments(name, budget, **settings)["hf_overrides"]
+    return ModelConfig(str(folder(name)), hf_overrides=overrides, dtype="float32", max_model_len=1024)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_further_processor_scans_no_packages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = model_config(name)
+    first = MULTIMODAL_REGISTRY.create_processor(config)
+    scans: list[Any] = []
+    distributions = importlib.metadata.distributions
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda **kw: scans.append(kw) or distributions(**kw))
+    assert not list(importlib.metadata.entry_points(group="stacktok.no_such_group"))
+    assert len(scans) == 1
+    second = MULTIMODAL_REGISTRY.create_processor(config)
+    assert len(scans) == 1
+    assert second is not first
+    assert second.settings == first.settings
+
+
+def test_processors_of_other_settings_are_not_shared() -> None:
+    budgets = [MULTIMODAL_REGISTRY.create_processor(model_config("llava", n)).settings.method.budget for n in (3, 4, 3)]
+    assert budgets == [3, 4, 3]
+
+
+class Renderer:
+    """A renderer of vLLM without an engine."""
+
+    def __init__(self, name: str, **settings: Any) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.renderers.registry import renderer_from_config
+
+        register()
+        overrides = engine_arguments(name, 10, **settings)["hf_overrides"]
+        arguments = EngineArgs(str(folder(name)), hf_overrides=overrides, dtype="float32", max_model_len=1024)
+        self.renderer = renderer_from_config(arguments.create_engine_config())
+
+    def ask(self, question: str, image: Any, uuid: str | None = None, **own: Any) -> Any:
+        """The engine's input for a question on a picture."""
+        tiny = reference(self.renderer.model_config.hf_config.model_type)
+        prompt: dict[str, Any] = {
+            "prompt_token_ids": tiny.processor.tokenizer(tiny.prompt(question, 1))["input_ids"],
+            "multi_modal_data": {"image": [image]},
+            "mm_processor_kwargs": {"stacktok": own},
+        }
+        if uuid is not None:
+            prompt["multi_modal_uuids"] = {"image": [uuid]}
+        return self.renderer._process_tokens(prompt)
+
+    def asked(self, question: str, image: Any, **own: Any) -> Asked:
+        """What the model is asked for."""
+        (item,) = self.ask(question, image, **own)["mm_kwargs"]["image"]
+        return unpack({name: [item[name].data] for name in (KEEP, QUERY, IMAGE, REQUEST)})[0]
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Renderer:
+    return Renderer("llava")
+
+
+def test_a_known_uuid_answers_for_its_picture_whatever_is_asked(renderer: Renderer) -> None:
+    first = renderer.ask(DOG, SQUARE, "the square")
+    again = renderer.ask(CATS, None, "the square")
+    sent = renderer.ask(CATS, SQUARE, "the square", budget=9)
+    assert first["mm_hashes"] != again["mm_hashes"]
+    assert (
+        len(first["prompt_token_ids"]) - len(renderer.ask(DOG, None, "the square", budget=4)["prompt_token_ids"]) == 6
+    )
+    pixels = [found["mm_kwargs"]["image"][0]["pixel_values"].data for found in (first, again, sent)]
+    assert torch.equal(pixels[0], pixels[1])
+    keys = [found["mm_kwargs"]["image"][0][IMAGE].data.tolist() for found in (first, again, sent)]
+    assert keys[0] == keys[1] == keys[2]
+    with pytest.raises(ValueError, match="data is not provided"):
+        renderer.ask(CATS, None, "another")
+
+
+def test_of_a_prompt_without_end_the_selector_sees_the_last_words(renderer: Renderer) -> None:
+    tokenizer = reference("llava").processor.tokenizer
+    short = renderer.asked("cats dogs squares", SQUARE).query.tolist()
+    assert short == word_ids(tokenizer, ["cats", "dogs", "squares"])
+    long = renderer.asked("picture " * 600 + "cats dogs squares", SQUARE).query.tolist()
+    assert len(long) <= QUERY_ROWS
+    assert long[-len(short) :] == short
+    assert len(long) > QUERY_ROWS - len(word_ids(tokenizer, ["picture"])) - 1
+
+
+def test_a_query_of_too_many_tokens_is_refused(renderer: Renderer) -> None:
+    with pytest.raises(ValueError, match="more than 256 tokens"):
+        renderer.ask(DOG, SQUARE, query="cat " * 900)
