@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import importlib.util
 import os
 import subprocess
@@ -30,9 +31,12 @@ def load(tmp_path, monkeypatch, caplog):
         caplog.clear()
         spec = importlib.util.spec_from_file_location("sums", source)
         module = importlib.util.module_from_spec(spec)
+        # numba imports the module by its name unless the function of an earlier call is still alive.
+        monkeypatch.setitem(sys.modules, "sums", module)
         spec.loader.exec_module(module)
         function = compiled.compiled(module.double)
         assert function(21) == 42
+        gc.collect()
         return function, [record.getMessage() for record in caplog.records]
 
     return call
