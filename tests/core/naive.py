@@ -45,6 +45,15 @@ def reference(a_vv, eligible, k):
     return curve
 
 
+def weighted_coverage(a_vv, eligible, k, weights):
+    """Greedy facility location whose candidates have weights: argmax of w_s Delta(s | S), the lowest index on ties."""
+    kept = []
+    for _ in range(k):
+        score = {s: float(weights[s]) * gain(a_vv, s, kept) for s in eligible if s not in kept}
+        kept.append(min(score, key=lambda s: (-score[s], s)))
+    return kept
+
+
 def strictness(a_qv, beta_min=0.3, beta_max=0.9, floor=1e-12):
     """Eq. (beta) with its edge cases."""
     m, n = np.shape(a_qv)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import stacktok
 from stacktok.core import reference
 from stacktok.kernels import Problem, Rule, cpu
+from tests.core import naive
 from tests.core.cases import affinities, focused, problems, tied
 
 
@@ -102,6 +103,36 @@ def test_crops_run_in_parallel_as_each_alone(threads, kinds, monkeypatch):
         (alone,) = reference.greedy([problem._replace(state=(problem.state.matrix, problem.state.eligible))])
         assert all(np.array_equal(one, other) for one, other in zip(found, alone, strict=True))
         assert set(alone.criterion.tolist()) == {0, 1}
+
+
+@given(problems(), st.data())
+def test_weights_of_candidates_are_factors_of_their_gains(problem, data):
+    """Ties, weights of 0 and gains of 0 included."""
+    a_vv, n = problem["a_vv"], len(problem["a_vv"])
+    k = min(problem["budget"], len(problem["eligible"]))
+    weights = np.array(data.draw(st.lists(st.sampled_from([0.0, 0.3, 1.0, 2.0]), min_size=n, max_size=n)))
+    eligible = np.isin(np.arange(n), problem["eligible"])
+    expected = naive.weighted_coverage(a_vv, problem["eligible"], k, weights)
+    for backend in (reference, cpu):
+        state = backend.precompute(a_vv, eligible)
+        no_query = np.zeros((0, n), dtype=a_vv.dtype)
+        (steps,) = backend.greedy([Problem(state, no_query, np.zeros(k), Rule.COVERAGE, weights=weights)])
+        assert steps.order.tolist() == expected
+        sums = [naive.total(a_vv, expected[:t]) for t in range(k + 1)]
+        assert steps.coverage.tolist() == sums
+
+
+@pytest.mark.parametrize("rule", list(Rule))
+def test_weights_count_under_every_rule(rule):
+    a_qv, a_vv = focused(4)
+    weights = np.random.default_rng(1).choice([0.25, 1.0, 1.5], size=len(a_vv))
+    eligible, targets = np.ones(len(a_vv), dtype=bool), 0.9 * np.linspace(0, len(a_vv), 20) ** 0.5
+    runs = [
+        backend.greedy([Problem(backend.precompute(a_vv, eligible), a_qv, targets, rule, 2, 0.5, given)])[0]
+        for backend, given in ((reference, weights), (cpu, weights), (cpu, None))
+    ]
+    assert all(np.array_equal(a, b) for a, b in zip(runs[0], runs[1], strict=True))
+    assert not np.array_equal(runs[1].order, runs[2].order)
 
 
 def test_an_error_in_one_crop_reaches_the_caller(monkeypatch):

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 REFERENCE, CPU, AFFINITY, GREEDY = "core/reference.py", "kernels/cpu.py", "core/affinity.py", "core/greedy.py"
 GATE, SWAPS, CROPS, GRID = (f"tests/core/test_{name}.py::test_" for name in ("gate", "swaps", "crops", "affinity"))
 BINDS, PICKS = GATE + "the_gate_binds_and_releases_as_the_paper_says", GATE + "every_pick_is_the_paper_s"
+WEIGHTS = "tests/core/test_backends.py::test_weights_of_candidates_are_factors_of_their_gains"
 SWAPPED = SWAPS + "swaps_are_those_of_the_definition"
 
 # Per file and mutant: a text, its replacement, and the test that should notice.
@@ -56,10 +57,11 @@ MUTANTS = {
     },
     CPU: {
         "gate ignored": ("deficit = targets[t] > coverage_sums[t]", "deficit = targets[t] < 0.0", BINDS),
-        "tie to the last": ("if gains[j] > best:", "if gains[j] >= best:", PICKS),
+        "tie to the last": ("if score > best:", "if score >= best:", PICKS),
         "stale gains": ("if raised[i] == synced[i]:", "if raised[i] == 0.0:", BINDS),
         "depth off by one": ("lowest = largest[i, depth - 1]", "lowest = largest[i, max(depth - 2, 0)]", PICKS),
-        "saturation ignored": ("saturated = not gain > 0.0", "saturated = False", PICKS),
+        "saturation too early": ("saturated = token < 0", "saturated = True", PICKS),
+        "weights ignored": ("score = gains[j] * weights[j]", "score = gains[j]", WEIGHTS),
         "swap floor ignored": (
             "floor = min(target, coverage)",
             "floor = 0.0",

@@ -80,9 +80,10 @@ def greedy(problems: Sequence[Problem]) -> list[Steps]:
 
 
 def _greedy(problem: Problem) -> Steps:
-    (vision_affinity, eligible), query_affinity, targets, rule, depth, alpha = problem
+    (vision_affinity, eligible), query_affinity, targets, rule, depth, alpha, weights = problem
     vision, query = torch.from_numpy(vision_affinity), torch.from_numpy(query_affinity)
     candidates, k = torch.from_numpy(eligible.copy()), len(targets)
+    factors = 1.0 if weights is None else torch.from_numpy(weights)
     order: list[int] = []
     criterion, bound, relevance, coverage = (
         np.empty(k, np.int64),
@@ -108,7 +109,8 @@ def _greedy(problem: Problem) -> Steps:
             scores = [("relevance", relevance_gain), ("coverage", coverage_gain)]
         # Eq. (selection): the first criterion that gains anything; the lowest index if none does.
         token, name = int(candidates.nonzero()[0]), "fill"
-        for criterion_name, score in scores:
+        for criterion_name, unweighted in scores:
+            score = unweighted * factors
             best = score[candidates].max()
             if best > 0:
                 token, name = int((candidates & (score == best)).nonzero()[0]), criterion_name

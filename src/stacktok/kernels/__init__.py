@@ -50,6 +50,8 @@ class Problem(NamedTuple):
         Kept tokens per query row that count towards relevance; None for all.
     alpha
         Weight of coverage under `Rule.SCALARIZED`.
+    weights
+        Factor of every candidate's score, (n,), not negative; None for 1. `Steps` has unweighted gains all the same.
     """
 
     state: Any
@@ -58,6 +60,7 @@ class Problem(NamedTuple):
     rule: Rule
     depth: int | None = 1
     alpha: float = 0.0
+    weights: Floats | None = None
 
 
 class Steps(NamedTuple):

@@ -62,7 +62,7 @@ def greedy(problems: Sequence[Problem]) -> list[Steps]:
 
 
 def _greedy(problem: Problem) -> Steps:
-    (matrix, sums, eligible), query, targets, rule, depth, alpha = problem
+    (matrix, sums, eligible), query, targets, rule, depth, alpha, weights = problem
     n, m, k = len(sums), len(query), len(targets)
     if query.dtype != matrix.dtype:
         # One compiled signature per type of entries.
@@ -77,7 +77,9 @@ def _greedy(problem: Problem) -> Steps:
     stale, largest = np.zeros(n + 1, dtype=np.int64), np.zeros((m, depth + 1))
     order, criterion, bound = np.empty(k, np.int64), np.empty(k, np.int64), np.empty(k, np.bool_)
     steps = Steps(order, criterion, bound, np.zeros(k + 1), np.zeros(k + 1))
-    t, run = 0, (matrix, query, targets, int(rule), depth, float(alpha), gains, raised, synced, stale, largest, steps)
+    factors = np.ones(n) if weights is None else weights
+    kind = (int(rule), depth, float(alpha), factors)
+    t, run = 0, (matrix, query, targets, *kind, gains, raised, synced, stale, largest, steps)
     while (t := _steps(*run, t)) < k:
         _run_parallel([partial(_lower_gains, matrix, stale, synced, raised, gains[0], *ends) for ends in _ranges(n)])
         synced[:] = raised
@@ -178,17 +180,18 @@ def _lower_gains(a, stale, old, new, gains, first, last):  # type: ignore[no-unt
 
 
 @compiled
-def _best(gains):  # type: ignore[no-untyped-def]
-    """Lowest index of the largest gain; tokens out of play hold minus infinity."""
-    token, best = 0, gains[0]
-    for j in range(1, len(gains)):
-        if gains[j] > best:
-            token, best = j, gains[j]
-    return token, best
+def _best(gains, weights):  # type: ignore[no-untyped-def]
+    """Lowest index of the largest positive weighted gain, -1 if there is none; tokens out of play hold -infinity."""
+    token, best = -1, 0.0
+    for j in range(len(gains)):
+        score = gains[j] * weights[j]
+        if score > best:
+            token, best = j, score
+    return token
 
 
 @compiled
-def _steps(av, aq, targets, rule, depth, alpha, gains, raised, synced, stale, largest, steps, start):  # type: ignore[no-untyped-def]
+def _steps(av, aq, targets, rule, depth, alpha, weights, gains, raised, synced, stale, largest, steps, start):  # type: ignore[no-untyped-def]
     """Steps of Algorithm 1 from ``start`` on; returns the step before which an update is worth splitting, or k.
 
     ``gains`` are those of coverage and relevance, (2, n). ``raised`` holds the row maxima of the kept set, ``synced``
@@ -205,10 +208,8 @@ def _steps(av, aq, targets, rule, depth, alpha, gains, raised, synced, stale, la
         token, by = -1, _BY_INDEX
         # Gains only fall: relevance that gains nothing at one step gains nothing at any later one.
         if not saturated and (rule == _RELEVANCE or (rule == _GATED and not deficit)):
-            candidate, gain = _best(relevance_gains)
-            saturated = not gain > 0.0
-            if not saturated:
-                token, by = candidate, _BY_RELEVANCE
+            token, by = _best(relevance_gains, weights), _BY_RELEVANCE
+            saturated = token < 0
         if token < 0 and rule != _RELEVANCE:
             if stale[0] * n >= _WORTH_SPLITTING:
                 return t
@@ -219,20 +220,16 @@ def _steps(av, aq, targets, rule, depth, alpha, gains, raised, synced, stale, la
             if rule == _SCALARIZED:
                 highest = 0.0
                 for j in range(n):
-                    score = relevance_gains[j] / max(m, 1) + alpha * (coverage_gains[j] / n)
+                    score = (relevance_gains[j] / max(m, 1) + alpha * (coverage_gains[j] / n)) * weights[j]
                     if score > highest:
                         highest = score
                         token, by = j, _BY_SUM
             else:
-                candidate, gain = _best(coverage_gains)
-                if gain > 0.0:
-                    token, by = candidate, _BY_COVERAGE
-                elif rule == _GATED and deficit:
-                    candidate, gain = _best(relevance_gains)
-                    if gain > 0.0:
-                        token, by = candidate, _BY_RELEVANCE
+                token, by = _best(coverage_gains, weights), _BY_COVERAGE
+                if token < 0 and rule == _GATED and deficit:
+                    token, by = _best(relevance_gains, weights), _BY_RELEVANCE
         if token < 0:
-            token = 0
+            token, by = 0, _BY_INDEX
             while relevance_gains[token] == -np.inf:
                 token += 1
         coverage = coverage_sums[t]
