@@ -12,6 +12,7 @@ import torch
 from stacktok.core.tokens import SEPARATOR
 from stacktok.methods import (
     EVS,
+    SCOPE,
     AveragePool,
     CDPruner,
     DivPrune,
@@ -45,6 +46,7 @@ METHODS: dict[str, Any] = {
     "VisionZip, received": VisionZip(budget=8, signal="received"),
     "VisPruner": VisPruner(budget=8),
     "FasterVLM": VisPruner(budget=8, important_ratio=1),
+    "SCOPE": SCOPE(budget=8),
     "HoloV": HoloV(budget=8),
     "EVS": EVS(budget=8),
     "VidCom2": VidCom2(budget=8),

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stacktok.core.tokens import TowerAttention
-from stacktok.methods import HoloV, VisPruner
+from stacktok.methods import SCOPE, HoloV, VisPruner
 from tests.methods.seeded import Case, fixture, tower
 from tests.methods.test_authors import image_of
 
@@ -48,6 +48,13 @@ def test_holov_keeps_what_the_authors_code_keeps(case: Case, entry: dict[str, An
     # The original is short of tokens where whole runs are kept; the rest of the budget is filled.
     assert set(entry["order"]) <= set(found.order.tolist())
     assert found.k == case.k * case.crops
+
+
+@pytest.mark.parametrize(("case", "entry"), fixture("scope"))
+def test_scope_picks_in_the_order_of_the_authors_code(case: Case, entry: dict[str, Any]) -> None:
+    record = SCOPE().reduce(attended(case), None, case.k * case.crops).record
+    choices = (record,) if case.crops == 1 else record
+    assert [choice.order.tolist() for choice in choices] == entry["order"]
 
 
 def cosine(a: Any, b: Any) -> float:
@@ -86,6 +93,35 @@ def test_vispruner_is_its_definition_ties_included(kinds: list[int], data: st.Da
         found = VisPruner(budget=k, important_ratio=ratio).select(features, features, None, attention=attention)
         expected = slow_vispruner(rows, scores, k, ratio)
         assert found.indices.tolist() == expected
+
+
+def slow_scope(rows: list[Any], weights: list[int], k: int) -> list[int]:
+    """Argmax of saliency times what a token adds to sum_i max(0, max over the kept of cos_ij)."""
+
+    def covered(kept: list[int]) -> float:
+        return sum(max([0.0, *(cosine(row, rows[j]) for j in kept)]) for row in rows)
+
+    kept: list[int] = []
+    for _ in range(k):
+        left = [j for j in range(len(rows)) if j not in kept]
+        score = {j: weights[j] * (covered([*kept, j]) - covered(kept)) for j in left}
+        kept.append(max(left, key=lambda j: (score[j], -j)))
+    return kept
+
+
+@given(st.lists(st.integers(0, 7), min_size=2, max_size=12), st.data())
+def test_scope_is_its_definition_ties_included(kinds: list[int], data: st.DataObject) -> None:
+    rows = [np.array([4 * (kind >> b & 1) - 2 for b in range(3)] + [2]) for kind in kinds]
+    scores = data.draw(st.lists(st.integers(0, 3), min_size=len(rows), max_size=len(rows)))
+    k = data.draw(st.integers(1, len(rows)))
+    features = torch.tensor(np.array(rows)).float()
+    attention = TowerAttention(torch.tensor(scores).float(), features)
+    for alpha in (0, 1, 2):
+        found = SCOPE(budget=k, alpha=alpha).select(features, features, None, attention=attention)
+        weights = [score**alpha for score in scores]
+        # A budget of all tokens keeps them without a choice.
+        expected = slow_scope(rows, weights, k) if k < len(rows) else list(range(k))
+        assert found.order.tolist() == expected
 
 
 def slow_holov(rows: Any, scores: Any, k: int, runs: int) -> set[int]:
@@ -129,7 +165,7 @@ def test_holov_is_its_definition(n: int, k: int, runs: int) -> None:
         assert set(found.indices.tolist()) == slow_holov(rows, scores, k, runs)
 
 
-@pytest.mark.parametrize("method", [VisPruner(), VisPruner(important_ratio=1), HoloV()])
+@pytest.mark.parametrize("method", [VisPruner(), VisPruner(important_ratio=1), SCOPE(), HoloV()])
 def test_tokens_that_may_not_be_kept_are_not(method: Any) -> None:
     case = Case(3, 5, 20, 0, 6)
     found = method.reduce(attended(case, padding=4), None, 30).anchors
@@ -142,5 +178,7 @@ def test_wrong_parameters_are_named() -> None:
         VisPruner(important_ratio=2)
     with pytest.raises(ValueError, match="signal='most' is not known"):
         VisPruner(signal="most")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="alpha=-1 must be finite"):
+        SCOPE(alpha=-1)
     with pytest.raises(ValueError, match="runs=0 is not a number of runs"):
         HoloV(runs=0)

@@ -18,6 +18,7 @@ from stacktok.methods.mmtok import MMTok
 from stacktok.methods.random_tokens import RandomTokens
 from stacktok.methods.registry import available, method_class
 from stacktok.methods.rows import ABLATIONS, PAPER_BUDGETS, ablation, at_depth, paper_budgets
+from stacktok.methods.scope import SCOPE
 from stacktok.methods.sparsevlm import SparseVLM
 from stacktok.methods.stacktok import StackTok
 from stacktok.methods.uniform_grid import UniformGrid
@@ -29,6 +30,7 @@ __all__ = [
     "ABLATIONS",
     "EVS",
     "PAPER_BUDGETS",
+    "SCOPE",
     "AveragePool",
     "CDPruner",
     "Choice",

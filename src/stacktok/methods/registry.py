@@ -19,6 +19,7 @@ BUILT_IN = {
     "cdpruner": "stacktok.methods.cdpruner:CDPruner",
     "visionzip": "stacktok.methods.visionzip:VisionZip",
     "vispruner": "stacktok.methods.vispruner:VisPruner",
+    "scope": "stacktok.methods.scope:SCOPE",
     "holov": "stacktok.methods.holov:HoloV",
     "evs": "stacktok.methods.evs:EVS",
     "vidcom2": "stacktok.methods.vidcom2:VidCom2",
