@@ -80,8 +80,10 @@ def vision_work(model: Any, adapter: ModelAdapter, inputs: Any) -> float:
     pixels = inputs["pixel_values"]
     if pixels.ndim == 2:
         views = [int(t * h * w) for t, h, w in inputs["image_grid_thw"].tolist()]
+    elif getattr(config, "image_size", None) is None:
+        views = [pixels.shape[-2]] * pixels.shape[0]
     else:
-        patches = (config.image_size // config.patch_size) ** 2 + 1
+        patches = _sides(config.image_size) // _sides(config.patch_size) + 1
         views = [patches] * (pixels.shape[0] if pixels.ndim == 4 else pixels.shape[0] * pixels.shape[1])
     depth = getattr(config, "depth", None) or config.num_hidden_layers
     width = int(config.hidden_size)
@@ -92,5 +94,13 @@ def _matrices(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters() if parameter.ndim >= 2)
 
 
+def _sides(size: Any) -> int:
+    """Area of a picture or patch whose size is one number, or height and width."""
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    return int(height) * int(width)
+
+
 def _head(config: Any) -> int:
+    # Where layers differ in it, the first speaks for all.
+    config = next(iter(getattr(config, "per_layer_config", None) or ()), config)
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

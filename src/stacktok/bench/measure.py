@@ -365,8 +365,9 @@ class _Probe:
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes of a cache's keys and values."""
-    return sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values) if t is not None)
+    """Bytes of a cache's keys and values; recurrent layers have none."""
+    held = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
+    return sum(tensor.nbytes for tensor in held if tensor is not None)
 
 
 class PeakMemory:

@@ -9,6 +9,7 @@ import typer
 from stacktok import __version__
 from stacktok.cli.ask import ask
 from stacktok.cli.bench import bench
+from stacktok.cli.check import check
 from stacktok.cli.demo import demo
 from stacktok.cli.evaluate import evaluate, report
 from stacktok.cli.methods import methods
@@ -26,6 +27,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(ask)
+app.command()(check)
 app.command()(bench)
 app.command()(models)
 app.command()(view)

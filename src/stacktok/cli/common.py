@@ -120,7 +120,9 @@ def model_path(model: str | None) -> str:
     return embedded.resolve(DEFAULT_MODEL if model is None else model)
 
 
-def load(name: str, dtype: str, device: str, *, quiet: bool) -> tuple[Any, Any]:
+def load(
+    name: str, dtype: str, device: str, *, quiet: bool, attention: str | None = None, bits: int | None = None
+) -> tuple[Any, Any]:
     """A supported model and its processor.
 
     Parameters
@@ -131,6 +133,10 @@ def load(name: str, dtype: str, device: str, *, quiet: bool) -> tuple[Any, Any]:
         As typed.
     quiet
         Show no progress.
+    attention
+        Backend of the attention; None is the model's own.
+    bits
+        Quantise the weights to 4 or 8 bits with bitsandbytes.
     """
     where, kind = check_device(device), parse_dtype(dtype)
 
@@ -141,8 +147,18 @@ def load(name: str, dtype: str, device: str, *, quiet: bool) -> tuple[Any, Any]:
     logging.set_verbosity_error()
     if quiet:
         logging.disable_progress_bar()
-    model, processor = load_model(name, kind)
-    return model.to(where), processor
+    options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
+    if bits is None:
+        model, processor = load_model(name, kind, **options)
+        return model.to(where), processor
+    transformers: Any = import_module("transformers")
+    try:
+        import_module("bitsandbytes")
+    except ModuleNotFoundError:
+        raise ValueError(f"load-in-{bits}bit needs bitsandbytes: pip install bitsandbytes") from None
+    quantised = transformers.BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
+    # Quantised weights are made where they stay.
+    return load_model(name, kind, quantization_config=quantised, device_map={"": where}, **options)
 
 
 def check_device(device: str) -> torch.device:

@@ -42,7 +42,7 @@ def read_config(name: str) -> Any:
     return config
 
 
-def load_model(name: str, dtype: Any = "auto") -> tuple[Any, Any]:
+def load_model(name: str, dtype: Any = "auto", **options: Any) -> tuple[Any, Any]:
     """A supported model and its processor, on the CPU, in evaluation mode.
 
     Parameters
@@ -51,12 +51,16 @@ def load_model(name: str, dtype: Any = "auto") -> tuple[Any, Any]:
         Folder or hub name.
     dtype
         A torch.dtype, or "auto" for the checkpoint's own.
+    **options
+        Further arguments of ``from_pretrained``, such as ``attn_implementation``.
     """
     transformers: Any = import_module("transformers")
     config = read_config(name)
     try:
         processor = load_processor(name, config.model_type)
-        model = transformers.AutoModelForImageTextToText.from_pretrained(name, dtype=dtype, trust_remote_code=False)
+        model = transformers.AutoModelForImageTextToText.from_pretrained(
+            name, dtype=dtype, trust_remote_code=False, **options
+        )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ValueError(f"{name} cannot be loaded: {_first_line(error)}") from None
     processor.tokenizer.padding_side = "left"

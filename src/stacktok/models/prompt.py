@@ -63,15 +63,24 @@ def prompt_inputs(processor: Any, image: Any, question: str, model: Any, limits:
         Bounds on the picture, checked before it is processed, and on its tokens, checked before it is encoded.
     """
     check_picture(image.width, image.height, limits=limits)
-    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
-    if getattr(processor, "chat_template", None):
-        prompt = processor.apply_chat_template(
-            plain_messages(messages, processor), tokenize=False, add_generation_prompt=True
-        )
-    else:
-        prompt = f"USER: {getattr(processor, 'image_token', '<image>')}\n{plain_text(question, processor)} ASSISTANT:"
-    inputs = processor(images=[image], text=[prompt], return_tensors="pt")
+    inputs = processor(images=[image], text=[prompt_text(processor, question)], return_tensors="pt")
     tokens = int((inputs["input_ids"] == model.config.image_token_id).sum())
     check_picture(image.width, image.height, tokens=tokens, limits=limits)
-    parameter = next(model.parameters())
+    return on_model(inputs, model)
+
+
+def prompt_text(processor: Any, question: str) -> str:
+    """The prompt of one question on one picture, in the processor's own template."""
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
+    if getattr(processor, "chat_template", None):
+        text: str = processor.apply_chat_template(
+            plain_messages(messages, processor), tokenize=False, add_generation_prompt=True
+        )
+        return text
+    return f"USER: {getattr(processor, 'image_token', '<image>')}\n{plain_text(question, processor)} ASSISTANT:"
+
+
+def on_model(inputs: Any, model: Any) -> Any:
+    """A processor's output where the model is, in its type; quantised weights say nothing about that."""
+    parameter = next((own for own in model.parameters() if own.is_floating_point()), next(model.parameters()))
     return inputs.to(parameter.device, parameter.dtype)
