@@ -36,7 +36,7 @@ TEMPLATE = (
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured for one budget at one concurrency."""
+    """Measurements of one budget at one concurrency."""
 
     model: str
     concurrency: int

@@ -48,7 +48,7 @@ def published() -> dict[str, Any]:
 
 
 def run(pretrained: Path) -> dict[str, Any]:
-    """What methods keep of a scene, from a real run."""
+    """Tokens that methods keep of a scene, from a real run."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     from stacktok.cli.show import draw

@@ -1,4 +1,4 @@
-"""What training computes is what a user gets: the packed pass equals single prompts through the processor."""
+"""Training computes what a user gets: the packed pass equals single prompts through the processor."""
 
 from __future__ import annotations
 

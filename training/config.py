@@ -1,4 +1,4 @@
-"""What a training run is made of, read from a YAML file."""
+"""The configuration of a training run, read from a YAML file."""
 
 from __future__ import annotations
 

@@ -240,7 +240,7 @@ def test_settings_reach_the_methods_that_have_them() -> None:
     from stacktok.cli.common import parse_settings
     from stacktok.methods import FastV, MMTok, StackTok
     from stacktok.methods.settings import KEPT, build_methods
-    from stacktok.view.offer import default_methods
+    from stacktok.view.methods import default_methods
 
     texts = [
         "allocation=uniform",

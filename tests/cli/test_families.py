@@ -53,13 +53,13 @@ def test_the_inspector(family: str) -> None:
 
 
 def test_the_views_of_a_resized_canvas_are_base_view_and_whole_picture() -> None:
-    from stacktok.figures.seen import seen_pictures
+    from stacktok.figures.encoder_views import encoder_views
 
     tiny, image = build("llava_onevision"), picture(200, 200)
     inputs = tiny.inputs([QUESTION], [[image]])
     with StackTok(budget=7)(tiny.model, tiny.processor) as pruned:
         tiny.model(**inputs)
-    base, canvas = seen_pictures(image, pruned.last[0].image, inputs["pixel_values"], tiny.processor.image_processor)
+    base, canvas = encoder_views(image, pruned.last[0].image, inputs["pixel_values"], tiny.processor.image_processor)
     whole = np.asarray(image.resize(canvas.size), dtype=float)
     assert base.size == (70, 70)
     assert np.abs(np.asarray(canvas, dtype=float) - whole).mean() < 4

@@ -58,7 +58,7 @@ class Case:
 
 @dataclass(frozen=True, eq=False)
 class Tower:
-    """What a vision tower's layer shows of every crop.
+    """Attention and keys of a vision tower's layer, for every crop.
 
     Attributes
     ----------

@@ -25,7 +25,7 @@ def image_of(case: Case, attention: list[TowerAttention] | None = None, padding:
 
 
 def kept_per_crop(method: Any, case: Case, padding: int = 0) -> list[list[int]]:
-    """What a method keeps of every crop, with k tokens per crop."""
+    """Indices that a method keeps of every crop, with k tokens per crop."""
     anchors = method.reduce(image_of(case, padding=padding), case.query(), case.k * case.crops).anchors
     return [sorted(anchors[anchors[:, 0] == c, 1].tolist()) for c in range(case.crops)]
 

@@ -166,7 +166,7 @@ def check_counts(method: Any, result: Any, tiny: Any) -> None:
 
 
 def check_provenance(method: Any, result: Any) -> None:
-    """What each output token came from are tokens of the image, none of them twice."""
+    """Sources of output tokens are tokens of the image, none of them twice."""
     reduction, image = result.reduction, result.image
     pairs = np.concatenate([source for source in reduction.sources if len(source)])
     assert len(np.unique(pairs, axis=0)) == len(pairs)

@@ -47,7 +47,7 @@ def sequence(seen: dict[str, Any], inputs: Any) -> tuple[torch.Tensor, torch.Ten
 
 
 def deepstack_rows(seen: dict[str, Any]) -> dict[tuple[int, int], list[torch.Tensor]]:
-    """What is added to a visual token after each of the first layers, by row and column; {} for most families."""
+    """Additions to a visual token after each of the first layers, by row and column; {} for most families."""
     mask = seen.get("visual_pos_masks")
     if mask is None:
         return {}

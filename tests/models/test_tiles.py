@@ -1,4 +1,4 @@
-"""What is particular to families with tiles, row breaks, frames and ready masks."""
+"""Families with tiles, row breaks, frames and ready masks."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Request:
         return tiny.prompt(self.question, len(self.images))
 
     def offline(self, tiny: Tiny) -> dict[str, Any]:
-        """What `LLM.generate` takes."""
+        """The prompt for `LLM.generate`."""
         own: dict[str, Any] = {}
         if self.budget != "server":
             own["budget"] = self.budget
@@ -76,7 +76,7 @@ def expected(tiny: Tiny, request: Request, budget: Any, method: str = "stacktok"
 
 
 def answers(llm: Any, tiny: Tiny, requests: Sequence[Request], tokens: int = TOKENS) -> list[Answer]:
-    """What vLLM answers to requests that it gets in one batch."""
+    """VLLM's answers to requests that it gets in one batch."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=tokens, logprobs=0, ignore_eos=True)

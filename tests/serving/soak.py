@@ -70,7 +70,7 @@ class Case:
 
 @dataclass
 class Report:
-    """What happened."""
+    """The outcome of a soak."""
 
     seconds: float = 0.0
     requests: int = 0

@@ -10,7 +10,7 @@ from stacktok.methods import method_class
 from stacktok.models.llava_next import canvas_layout
 from stacktok.serving.cache import FeatureCache, image_bytes
 from stacktok.serving.counters import Counters
-from stacktok.serving.fields import ALL, PROFILE, Asked, pack, unpack
+from stacktok.serving.fields import ALL, PROFILE, ImageRequest, pack, unpack
 from stacktok.serving.pruner import Pruner, image_rows
 from stacktok.serving.settings import Settings
 
@@ -64,8 +64,8 @@ def test_cached_features_do_not_hold_on_to_the_batch() -> None:
     assert found.crops[0].projected.untyped_storage().nbytes() == batch[1].numel() * 4
 
 
-def asked(key: bytes, keep: int, query: tuple[int, ...] = ()) -> Asked:
-    return Asked(keep, torch.tensor(query, dtype=torch.long), key, None)
+def asked(key: bytes, keep: int, query: tuple[int, ...] = ()) -> ImageRequest:
+    return ImageRequest(keep, torch.tensor(query, dtype=torch.long), key, None)
 
 
 def test_two_questions_in_one_batch_encode_an_image_once() -> None:

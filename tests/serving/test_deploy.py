@@ -1,4 +1,4 @@
-"""What is shipped to run a server: containers, a unit of systemd, a dashboard."""
+"""Files to run a server: containers, a unit of systemd, a dashboard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What docs/serving.md says, done: its commands and snippets, with the embedded model in place of a large one."""
+"""The commands and snippets of docs/serving.md, run with the embedded model in place of a large one."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import pytest
 
 from stacktok.serving import health
 from stacktok.serving.health import ReadinessMiddleware
+from tests import coroutines
 
 
 class Engine:
@@ -60,7 +61,7 @@ def test_an_engine_that_answers_is_ready() -> None:
         assert await ask(middleware, engine, "/health") == (204, b"")
         assert engine.asked == 1
 
-    asyncio.run(run())
+    coroutines.run(run())
 
 
 def test_an_engine_that_has_ended_without_a_word_is_not() -> None:
@@ -71,7 +72,7 @@ def test_an_engine_that_has_ended_without_a_word_is_not() -> None:
         assert status == 503
         assert json.loads(body)["reason"] == "the engine has ended: RuntimeError"
 
-    asyncio.run(run())
+    coroutines.run(run())
 
 
 def test_an_engine_that_answers_with_an_error_is_not() -> None:
@@ -84,7 +85,7 @@ def test_an_engine_that_answers_with_an_error_is_not() -> None:
         engine.error = None
         assert (await ask(middleware, engine))[0] == 200
 
-    asyncio.run(run())
+    coroutines.run(run())
 
 
 def test_a_busy_engine_is_ready_until_it_is_silent_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,4 +103,4 @@ def test_a_busy_engine_is_ready_until_it_is_silent_too_long(monkeypatch: pytest.
         engine.go.set()
         assert (await ask(middleware, engine))[0] == 200
 
-    asyncio.run(run())
+    coroutines.run(run())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
 import threading
@@ -20,6 +19,7 @@ from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 
 from stacktok.serving.media import NAME
 from stacktok.serving.plugin import register
+from tests import coroutines
 
 
 def png() -> bytes:
@@ -68,7 +68,7 @@ def fetch(url: str, **flags: Any) -> list[Any]:
         return await connector.fetch_image_async(url)
 
     found: list[Any] = []
-    for way in (lambda: connector.fetch_image(url), lambda: asyncio.run(later())):
+    for way in (lambda: connector.fetch_image(url), lambda: coroutines.run(later())):
         try:
             found.append(way())
         except Exception as error:

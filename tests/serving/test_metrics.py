@@ -8,6 +8,7 @@ from typing import Any
 
 from stacktok.serving.counters import Counters, exposition
 from stacktok.serving.metrics import CountersMiddleware
+from tests import coroutines
 
 
 class Engine:
@@ -46,7 +47,7 @@ def answer(middleware: CountersMiddleware, engine: Engine, path: str) -> tuple[d
         "headers": [(b"accept-encoding", b"gzip")],
         "app": SimpleNamespace(state=SimpleNamespace(engine_client=engine)),
     }
-    asyncio.run(middleware(scope, None, send))  # type: ignore[arg-type]
+    coroutines.run(middleware(scope, None, send))  # type: ignore[arg-type]
     body = b"".join(message.get("body", b"") for message in sent)
     return dict(sent[0]["headers"]), body.decode()
 

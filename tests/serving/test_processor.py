@@ -15,7 +15,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from stacktok.models.query import word_ids
 from stacktok.serving import engine_arguments
-from stacktok.serving.fields import IMAGE, KEEP, QUERY, REQUEST, Asked, unpack
+from stacktok.serving.fields import IMAGE, KEEP, QUERY, REQUEST, ImageRequest, unpack
 from stacktok.serving.plugin import register
 from stacktok.serving.question import QUERY_ROWS
 from tests.serving.answers import CATS, DOG, SQUARE
@@ -73,8 +73,8 @@ class Renderer:
             prompt["multi_modal_uuids"] = {"image": [uuid]}
         return self.renderer._process_tokens(prompt)
 
-    def asked(self, question: str, image: Any, **own: Any) -> Asked:
-        """What the model is asked for."""
+    def asked(self, question: str, image: Any, **own: Any) -> ImageRequest:
+        """The request that reaches the model."""
         (item,) = self.ask(question, image, **own)["mm_kwargs"]["image"]
         return unpack({name: [item[name].data] for name in (KEEP, QUERY, IMAGE, REQUEST)})[0]
 

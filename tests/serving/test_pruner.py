@@ -12,7 +12,7 @@ import torch
 
 from stacktok.core.tokens import EncodedImage, single_crop
 from stacktok.methods import method_class
-from stacktok.serving.fields import ALL, PROFILE, Asked
+from stacktok.serving.fields import ALL, PROFILE, ImageRequest
 from stacktok.serving.pruner import Pruner
 from stacktok.serving.settings import Settings
 
@@ -28,11 +28,11 @@ def encode(indices: list[int]) -> list[EncodedImage]:
     return found
 
 
-def asked(keep: int, key: bytes, request: int) -> Asked:
-    return Asked(keep, torch.zeros(0, dtype=torch.long), key, None, request)
+def asked(keep: int, key: bytes, request: int) -> ImageRequest:
+    return ImageRequest(keep, torch.zeros(0, dtype=torch.long), key, None, request)
 
 
-def embed(pruner: Pruner, *wanted: Asked) -> list[Any]:
+def embed(pruner: Pruner, *wanted: ImageRequest) -> list[Any]:
     return pruner.embed(wanted, encode, lambda ids: torch.zeros(len(ids), 8), HOST)
 
 

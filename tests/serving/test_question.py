@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stacktok.serving.question import QUERY_CHARACTERS, QUERY_ROWS, own_ids, prompt_ids
-from stacktok.serving.settings import Wish
+from stacktok.serving.settings import RequestOptions
 
 
 def letters(word: str) -> list[int]:
@@ -58,7 +58,7 @@ def test_words_that_are_not_seen_are_not_tokenised() -> None:
 @pytest.mark.parametrize("query", ["x" * (QUERY_CHARACTERS + 1), "dog " * 1001])
 def test_a_query_of_too_many_characters_is_refused(query: str) -> None:
     with pytest.raises(ValueError, match=f"query has .* characters; give at most {QUERY_CHARACTERS}"):
-        Wish.read({"query": query}, 64)
+        RequestOptions.read({"query": query}, 64)
 
 
 def test_a_query_of_too_many_tokens_is_refused() -> None:

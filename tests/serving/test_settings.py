@@ -1,4 +1,4 @@
-"""What a server and a request may set; none of this needs vLLM."""
+"""Settings of a server and options of a request; none of this needs vLLM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from stacktok.methods import method_class
 from stacktok.serving import ARCHITECTURES, Settings, engine_arguments
 from stacktok.serving.launch import server_arguments
-from stacktok.serving.settings import Wish
+from stacktok.serving.settings import RequestOptions
 
 
 def test_defaults_are_the_papers_method() -> None:
@@ -63,14 +63,14 @@ def test_wrong_settings_are_named(entry: Any, reason: str) -> None:
 
 
 def test_a_request_without_wishes_gets_the_servers_budget() -> None:
-    assert Wish.read(None, 64) == Wish(64)
-    assert Wish.read({}, "20%") == Wish("20%")
+    assert RequestOptions.read(None, 64) == RequestOptions(64)
+    assert RequestOptions.read({}, "20%") == RequestOptions("20%")
 
 
 def test_a_request_may_ask_for_another_budget_and_query() -> None:
-    assert Wish.read({"budget": None}, 64) == Wish(None)
-    assert Wish.read({"budget": 0.5, "query": "a cat"}, 64) == Wish(0.5, "a cat", from_prompt=False)
-    assert Wish.read({"query": None}, 64) == Wish(64, None, from_prompt=False)
+    assert RequestOptions.read({"budget": None}, 64) == RequestOptions(None)
+    assert RequestOptions.read({"budget": 0.5, "query": "a cat"}, 64) == RequestOptions(0.5, "a cat", from_prompt=False)
+    assert RequestOptions.read({"query": None}, 64) == RequestOptions(64, None, from_prompt=False)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_request_may_ask_for_another_budget_and_query() -> None:
 )
 def test_wrong_wishes_are_refused(entry: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
-        Wish.read(entry, 64)
+        RequestOptions.read(entry, 64)
 
 
 def test_stock_architectures_are_left_alone() -> None:

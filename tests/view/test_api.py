@@ -24,7 +24,7 @@ from stacktok.methods.registry import BUILT_IN
 from stacktok.models.pictures import PictureError, read_picture
 from stacktok.view.engine import UPLOADS, Engine
 from stacktok.view.jobs import Job, Superseded
-from tests import tiny
+from tests import coroutines, tiny
 from tests.view.conftest import Api, api_of
 
 BUDGETS = (1, 2, 5, 9, 16, 17, 40, 64)
@@ -35,7 +35,7 @@ def question_of(engine: Engine, name: str = "scene-0") -> str:
 
 
 def run_of_the_library(engine: Engine, question: str, method: Any) -> Any:
-    """What a user's own run of the hooked model records, on the same picture and question."""
+    """The record of a user's own run of the hooked model, on the same picture and question."""
     content = [{"type": "image"}, {"type": "text", "text": question}]
     prompt = engine.processor.apply_chat_template(
         [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
@@ -47,30 +47,30 @@ def run_of_the_library(engine: Engine, question: str, method: Any) -> Any:
     return pruned.last[0], text.strip()
 
 
-def kept_by(walk: dict[str, Any], k: int) -> list[list[int]]:
+def kept_by(trace: dict[str, Any], k: int) -> list[list[int]]:
     """Kept tokens per crop at a budget, from the data that the page has."""
-    sizes = [sum(1 for crop, _ in walk["order"][:k] if crop == c) for c in range(len(walk["crops"]))]
+    sizes = [sum(1 for crop, _ in trace["order"][:k] if crop == c) for c in range(len(trace["crops"]))]
     kept = []
-    for crop, size in zip(walk["crops"], sizes, strict=True):
+    for crop, size in zip(trace["crops"], sizes, strict=True):
         refined = {entry["k"]: entry["indices"] for entry in crop["refined"]}
         kept.append(refined.get(size, sorted(crop["order"][:size])))
     return kept
 
 
 @pytest.mark.parametrize("which", ["engine", "tiles", "grids"])
-def test_every_budget_of_a_walk_is_what_a_run_with_that_budget_keeps(
+def test_every_budget_of_a_trace_is_what_a_run_with_that_budget_keeps(
     which: str, request: pytest.FixtureRequest
 ) -> None:
     engine: Engine = request.getfixturevalue(which)
     question = question_of(engine)
     with api_of(engine) as api:
-        walk = api.post("/api/walk", image="scene-0", question=question, method="stacktok").json()
+        trace = api.post("/api/trace", image="scene-0", question=question, method="stacktok").json()
         for k in BUDGETS:
             result, _ = run_of_the_library(engine, question, StackTok(budget=k))
             record = result.selection
             crops = record.crops if hasattr(record, "crops") else (record,)
-            assert kept_by(walk, k) == [crop.indices.tolist() for crop in crops]
-            for sent, crop in zip(walk["crops"], crops, strict=True):
+            assert kept_by(trace, k) == [crop.indices.tolist() for crop in crops]
+            for sent, crop in zip(trace["crops"], crops, strict=True):
                 for curve in ("relevance", "coverage", "reference", "target"):
                     assert sent[curve][: crop.k + 1] == getattr(crop, curve).tolist()
                 assert sent["criterion"][: crop.k] == list(crop.criterion)
@@ -80,7 +80,7 @@ def test_every_budget_of_a_walk_is_what_a_run_with_that_budget_keeps(
                 if crop.k in refined:
                     assert refined[crop.k]["relevance"] == crop.final_relevance
                     assert refined[crop.k]["coverage"] == crop.final_coverage
-            assert " ".join(word["text"] for word in walk["words"]) == result.query
+            assert " ".join(word["text"] for word in trace["words"]) == result.query
 
 
 def test_swaps_are_among_what_was_compared(engine: Engine, api: Api) -> None:
@@ -88,35 +88,35 @@ def test_swaps_are_among_what_was_compared(engine: Engine, api: Api) -> None:
     refined = 0
     for sample in engine.samples.values():
         for question in sample.questions:
-            walk = api.post("/api/walk", image=sample.name, question=question, method="stacktok").json()
-            refined += sum(len(crop["refined"]) for crop in walk["crops"])
+            trace = api.post("/api/trace", image=sample.name, question=question, method="stacktok").json()
+            refined += sum(len(crop["refined"]) for crop in trace["crops"])
     assert refined
 
 
 def test_changes_tell_what_every_token_covers(engine: Engine, api: Api) -> None:
     question = question_of(engine)
-    walk = api.post("/api/walk", image="scene-0", question=question, method="stacktok").json()["crops"][0]
+    trace = api.post("/api/trace", image="scene-0", question=question, method="stacktok").json()["crops"][0]
     affinity = engine.picture("scene-0").units[0].vision_affinity
-    best, owner = np.zeros(walk["n"]), np.full(walk["n"], -1)
-    for k, token in enumerate(walk["order"], start=1):
-        rows = walk["changed_rows"][walk["changed_offsets"][k - 1] : walk["changed_offsets"][k]]
+    best, owner = np.zeros(trace["n"]), np.full(trace["n"], -1)
+    for k, token in enumerate(trace["order"], start=1):
+        rows = trace["changed_rows"][trace["changed_offsets"][k - 1] : trace["changed_offsets"][k]]
         best[rows], owner[rows] = affinity[rows, token], token
         if k in BUDGETS:
-            kept = walk["order"][:k]
+            kept = trace["order"][:k]
             np.testing.assert_array_equal(best, affinity[:, kept].max(axis=1))
-            np.testing.assert_array_equal(affinity[np.arange(walk["n"]), owner], affinity[:, kept].max(axis=1))
-            assert best.sum() / walk["n"] == walk["coverage"][k]
+            np.testing.assert_array_equal(affinity[np.arange(trace["n"]), owner], affinity[:, kept].max(axis=1))
+            assert best.sum() / trace["n"] == trace["coverage"][k]
 
 
 def test_query_affinities_are_those_of_a_prepared_image(engine: Engine, api: Api) -> None:
     question = question_of(engine)
-    walk = api.post("/api/walk", image="scene-0", question=question, method="stacktok").json()
-    (sent,) = walk["query_affinity"]
+    trace = api.post("/api/trace", image="scene-0", question=question, method="stacktok").json()
+    (sent,) = trace["query_affinity"]
     found = np.frombuffer(base64.b64decode(sent["float32"]), "<f4").reshape(sent["shape"])
     (crop,) = engine.picture("scene-0").encoded.crops
     query = engine.ask("scene-0", question).query
     np.testing.assert_array_equal(found, prepare(crop.vision, crop.projected).query_affinity(query))
-    assert [row for word in walk["words"] for row in word["rows"]] == list(range(len(found)))
+    assert [row for word in trace["words"] for row in word["rows"]] == list(range(len(found)))
 
 
 def places_of(reduction: Any, crop: int = 0) -> list[int]:
@@ -250,9 +250,9 @@ def full_answer(engine: Engine, question: str) -> str:
 
 
 def test_no_question_selects_by_coverage_alone(api: Api) -> None:
-    walk = api.post("/api/walk", image="scene-0", question="  ", method="stacktok").json()
-    assert walk["words"] == []
-    assert set(walk["crops"][0]["criterion"]) == {"coverage"}
+    trace = api.post("/api/trace", image="scene-0", question="  ", method="stacktok").json()
+    assert trace["words"] == []
+    assert set(trace["crops"][0]["criterion"]) == {"coverage"}
 
 
 def test_exports_hold_the_records_of_the_library(engine: Engine, api: Api) -> None:
@@ -370,9 +370,9 @@ def test_markers_in_a_question_are_text(which: str, marker: str, request: pytest
     engine: Engine = request.getfixturevalue(which)
     state = {"image": "scene-0", "question": f"is {marker} {marker} red?", "method": "stacktok"}
     with api_of(engine, deadline=100) as api:
-        walk = api.post("/api/walk", **state)
-        assert walk.status_code == 200
-        assert walk.json()["question"] == state["question"]
+        trace = api.post("/api/trace", **state)
+        assert trace.status_code == 200
+        assert trace.json()["question"] == state["question"]
         answer = api.post("/api/answer", budget=9, **state)
         assert (answer.status_code, answer.json()["tokens"]) == (200, 9)
         program = api.post("/api/export", form="python", budget=9, **state).text
@@ -414,13 +414,12 @@ def test_a_request_that_takes_too_long_is_answered_and_stopped(engine: Engine) -
 )
 def test_bodies_are_bounded(api: Api, body: bytes, status: int, says: str) -> None:
     headers = {**api.headers(), "Content-Type": "application/json"}
-    answer = api.client.post("/api/walk", content=body, headers=headers)
+    answer = api.client.post("/api/trace", content=body, headers=headers)
     assert (answer.status_code, says in answer.json()["detail"]) == (status, True), answer.text
     assert len(answer.text) < 500
 
 
 def test_an_upload_that_is_broken_off_leaves_no_traceback(engine: Engine) -> None:
-    import asyncio
 
     from stacktok.view.server import create_app
 
@@ -436,13 +435,13 @@ def test_an_upload_that_is_broken_off_leaves_no_traceback(engine: Engine) -> Non
         sent.append(message)
 
     # An error that leaves the application is what the server logs with a traceback.
-    asyncio.run(app(scope, receive, send))
+    coroutines.run(app(scope, receive, send))
 
 
 def test_foreign_names_and_pages_without_their_header_are_turned_away(api: Api) -> None:
     assert api.client.get("/api/info", headers={"Host": "elsewhere.example"}).status_code == 400
     query = {"image": "scene-0", "question": "", "method": "stacktok"}
-    assert api.client.post("/api/walk", json=query).status_code == 422
+    assert api.client.post("/api/trace", json=query).status_code == 422
 
 
 def test_answers_forbid_everything_foreign(api: Api) -> None:
@@ -454,7 +453,7 @@ def test_answers_forbid_everything_foreign(api: Api) -> None:
 
 def test_unknown_names_are_named(api: Api) -> None:
     assert "held" in api.get("/api/images/file-0000").json()["detail"]
-    found = api.post("/api/walk", image="scene-0", question="", method="guess")
+    found = api.post("/api/trace", image="scene-0", question="", method="guess")
     assert found.status_code == 404
     assert "'guess'" in found.json()["detail"]
 

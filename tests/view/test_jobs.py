@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from stacktok.view.jobs import Busy, Job, Jobs, Late, Superseded
+from tests import coroutines
 
 
 @pytest.fixture
@@ -104,7 +105,7 @@ def test_errors_that_a_waiting_coroutine_cannot_take_become_ones_that_it_can(
         await asyncio.wait_for(asyncio.wrap_future(jobs.submit("a", 0, wrong)), 30)
 
     with pytest.raises(RuntimeError, match=error.__name__):
-        asyncio.run(ask())
+        coroutines.run(ask())
     assert jobs.submit("a", 0, lambda job: 7).result(30) == 7
 
 

@@ -21,7 +21,7 @@ from tests.view.test_api import SCRIPT, bomb, file_of, places_of, run_of_the_lib
 
 def record_of(engine: Engine, name: str, question: str, budget: int) -> Any:
     """The selector's record of what the page shows."""
-    return engine.left(engine.picture(name), question, "stacktok", budget).reduction.record
+    return engine.pruned_view(engine.picture(name), question, "stacktok", budget).reduction.record
 
 
 WIDTHS = {"desk": (1280, 900), "phone": (390, 844)}
@@ -153,7 +153,7 @@ def test_dragging_the_budget_redraws_without_the_model(inspector: Inspector, eng
         seen.add(budget)
     page.mouse.up()
     assert len(seen) == 4
-    assert not [url for url in asked if "/api/walk" in url]
+    assert not [url for url in asked if "/api/trace" in url]
 
 
 def test_the_answer_is_refreshed_when_the_slider_rests(inspector: Inspector) -> None:
@@ -430,7 +430,7 @@ def test_a_marker_in_the_question_is_answered_as_text(inspector: Inspector) -> N
 def test_the_page_says_what_it_waits_for_and_shows_no_old_answer(inspector: Inspector, engine: Engine) -> None:
     page = inspector.page
     held: list[Route] = []
-    page.route("**/api/walk", lambda route: held.append(route))
+    page.route("**/api/trace", lambda route: held.append(route))
     page.fill("#question", "a new question")
     page.keyboard.press("Enter")
     page.wait_for_function("() => document.getElementById('status').textContent.includes('Selecting')")
@@ -442,7 +442,7 @@ def test_the_page_says_what_it_waits_for_and_shows_no_old_answer(inspector: Insp
     assert page.locator("#message").inner_text() == detail
     assert page.locator("#status").inner_text() == ""
     assert page.locator("#answers .waiting").all_inner_texts() == ["–", "–"]
-    page.unroute("**/api/walk")
+    page.unroute("**/api/trace")
     page.keyboard.press("Enter")
     inspector.settled(q="a new question")
     assert page.locator("#message").is_hidden()

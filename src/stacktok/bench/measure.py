@@ -258,7 +258,7 @@ class _Probe:
 
     @property
     def label(self) -> str:
-        """What the row is called."""
+        """The row's name."""
         return "full tokens" if self.method is None else f"{self.method.info.name}, budget {self.method.budget}"
 
     def measure(self, *, keep: bool) -> None:

@@ -105,7 +105,7 @@ def preset_config(name: str) -> tuple[Any, str]:
 
 
 class PresetProcessor:
-    """What pruning asks of a processor, for a prompt that is already tokenised."""
+    """A stand-in for a processor, for a prompt that is already tokenised."""
 
     chat_template = None
 

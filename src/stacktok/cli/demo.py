@@ -108,8 +108,8 @@ def draw(processor: Any, picture: Any, runs: list[list[dict[str, Any]]]) -> Any:
     import numpy as np
 
     from stacktok.figures.demo import Shown, demo_figure
+    from stacktok.figures.encoder_views import encoder_views
     from stacktok.figures.image import panel_data, tile_layout
-    from stacktok.figures.seen import seen_pictures
 
     crops, rows = 1, []
     for answers in runs:
@@ -120,7 +120,7 @@ def draw(processor: Any, picture: Any, runs: list[list[dict[str, Any]]]) -> Any:
                 row.append(Shown(title, [np.asarray(picture)], []))
                 continue
             (result,) = last
-            seen = seen_pictures(picture, result.image, answer["pixels"], processor.image_processor)
+            seen = encoder_views(picture, result.image, answer["pixels"], processor.image_processor)
             crops = len(result.image.crops)
             row.append(Shown(title, [np.asarray(view) for view in seen], panel_data(result.image, result.reduction)))
         rows.append(row)

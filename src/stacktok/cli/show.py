@@ -88,8 +88,8 @@ def draw(
     import torch
 
     from stacktok.core.record import CropSelection, Selection
+    from stacktok.figures.encoder_views import encoder_views
     from stacktok.figures.image import panel_data, relevance_maps, tile_layout
-    from stacktok.figures.seen import seen_pictures
     from stacktok.figures.selection import selection_figures
     from stacktok.models.query import word_ids
     from stacktok.models.registry import adapter_for
@@ -107,7 +107,7 @@ def draw(
             # The tightest budget has the steps that can be told apart.
             if isinstance(selection, (Selection, CropSelection)) and (record is None or selection.k < record.k):
                 record = selection
-            seen = seen_pictures(picture, result.image, inputs["pixel_values"], processor.image_processor)
+            seen = encoder_views(picture, result.image, inputs["pixel_values"], processor.image_processor)
             pictures = [np.asarray(view) / 255 for view in seen]
             name = f"{type(method).__name__}, {budget}: {result.reduction.tokens} of {result.image.n} tokens"
             row.append((name, pictures, panel_data(result.image, result.reduction)))

@@ -48,7 +48,7 @@ def view(
         limits = PictureLimits(max_megabytes, max_megapixels, tokens=max_tokens)
 
         from stacktok.view.engine import Engine
-        from stacktok.view.offer import default_methods
+        from stacktok.view.methods import default_methods
         from stacktok.view.samples import scene_samples
         from stacktok.view.server import create_app, serve
 

@@ -26,5 +26,5 @@ def path(name: str = "llava") -> Path:
 
 
 def resolve(name: str) -> str:
-    """What ``from_pretrained`` is given for a name: the folder of ``embedded/...``, any other name as it is."""
+    """The argument of ``from_pretrained`` for a name: the folder of ``embedded/...``, any other name as it is."""
     return str(path(name.removeprefix(PREFIX))) if name.startswith(PREFIX) else name

@@ -43,7 +43,7 @@ def question_prompt(image: Any, question: str) -> Prompt:
 
 @dataclass(frozen=True)
 class PruningLog:
-    """What pruning did to one prompt.
+    """The counts and times of pruning one prompt.
 
     Attributes
     ----------

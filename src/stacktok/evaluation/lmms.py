@@ -44,7 +44,7 @@ def check_tasks(tasks: Iterable[TaskPart]) -> None:
 
 
 def check_plan(plan: Plan) -> None:
-    """What can be checked of a plan before a model is loaded."""
+    """Check of a plan all that needs no model."""
     if plan.engine == "lmms-eval":
         check_tasks(plan.tasks)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def manifest() -> Any:
-    """What lmms-eval is told about the model ``stacktok``."""
+    """The manifest of the model ``stacktok`` for lmms-eval."""
     from lmms_eval.models.registry_v2 import ModelManifest
 
     return ModelManifest(model_id="stacktok", chat_class_path="stacktok.evaluation.lmms_model.StackTokModel")

@@ -38,7 +38,7 @@ Columns = dict[str, list[Any]]
 
 
 class Journal:
-    """What has been measured of cells that are not finished, a line per cell and chunk.
+    """Results of cells that are not finished, a line per cell and chunk.
 
     Parameters
     ----------
@@ -262,7 +262,7 @@ def run_cells(
 def reductions(
     method: FeatureMethod, prepared: Prepared, query: torch.Tensor, budgets: Sequence[Budget]
 ) -> dict[Budget | None, Reduction | None]:
-    """What a method leaves of an image at several budgets; a prefix of the largest selection where that is the same.
+    """An image reduced to several budgets; a prefix of the largest selection where that is the same.
 
     Parameters
     ----------

@@ -9,7 +9,7 @@ from typing import Any
 from stacktok.evaluation.plan import SCENES
 
 MAX_NEW_TOKENS = 8
-_UTILS = '''"""What lmms-eval calls for a task on scenes."""
+_UTILS = '''"""Functions that lmms-eval calls for a task on scenes."""
 
 from stacktok.evaluation.scenes_task import open_picture, right
 

@@ -345,7 +345,7 @@ def _tail(difference: float, first: Floats | None, second: Floats | None, units:
 
 
 def published(model: str, method: str, budget: Budget | None, *, fine_tuned: bool = False) -> dict[str | None, float]:
-    """What the paper prints for a method: scores by benchmark, and its average under None; empty where it has none.
+    """The paper's scores of a method by benchmark, and its average under None; empty where it has none.
 
     Parameters
     ----------

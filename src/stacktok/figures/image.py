@@ -57,7 +57,7 @@ class Panel:
 
 
 def panel_data(image: EncodedImage, reduction: Reduction) -> list[Panel]:
-    """What is drawn of every crop of a reduced image."""
+    """The panels of a reduced image, one per crop."""
     record = reduction.record
     orders = _orders(record)
     total = max(1, reduction.tokens)

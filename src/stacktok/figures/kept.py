@@ -85,7 +85,7 @@ def draw_kept(
 
 
 def criteria_of(selection: Any) -> list[str]:
-    """What scored each kept token of a `Selection`, in the order of its indices; "swap" for those swapped in."""
+    """The criterion of each kept token of a `Selection`, in the order of its indices; "swap" for those swapped in."""
     scored = dict(zip(selection.order.tolist(), selection.criterion, strict=True))
     return [scored.get(index, "swap") for index in selection.indices.tolist()]
 

@@ -39,7 +39,7 @@ class Average:
 
 @dataclass(frozen=True)
 class Radar:
-    """What a radar shows.
+    """The data of a radar chart.
 
     Attributes
     ----------

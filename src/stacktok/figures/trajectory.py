@@ -134,7 +134,7 @@ def _draw_candidates(axes: Axes, selection: Selection, candidates: Candidates) -
 
 @dataclass(frozen=True, eq=False)
 class Nominees:
-    """What crops nominated, step by step.
+    """The nominees of all crops, step by step.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What families with dynamic resolution share: grids of patches, 2 x 2 merging into tokens, videos, M-RoPE.
+"""The shared part of families with dynamic resolution: grids of patches, 2 x 2 merging into tokens, videos, M-RoPE.
 
 The processor orders patches so that those of a token stand together, tokens in raster order, temporal patches (two
 frames each) one after the other. The pre-projector feature of a token is the mean of its patches.

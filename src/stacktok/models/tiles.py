@@ -28,7 +28,7 @@ class TilesAdapter(ModelAdapter):
 
     @abstractmethod
     def states(self, call: EncoderCall) -> torch.Tensor:
-        """What is shuffled and projected, without CLS, (tiles, patches, d_v)."""
+        """Patch features before pixel shuffle and projector, without CLS, (tiles, patches, d_v)."""
 
     def side(self, config: Any) -> int:
         """Tokens of a tile's side."""

@@ -1,4 +1,4 @@
-"""What a shortened KV cache means: which of its columns are padding, and which positions come next.
+"""Bookkeeping of a shortened KV cache: which of its columns are padding, and which positions come next.
 
 The state lives on the cache object itself, so that it goes where the cache goes: into a copy, into a later call, and
 away with it.

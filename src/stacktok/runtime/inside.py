@@ -96,7 +96,7 @@ class Visual:
 
 @dataclass(eq=False)
 class Plan:
-    """What happens to one prompt or batch while the layers run; times are those before and between the layers.
+    """The state of one prompt or batch while the layers run; times are those before and between the layers.
 
     Attributes
     ----------
@@ -126,7 +126,7 @@ class Plan:
 
 @dataclass(frozen=True, eq=False)
 class LayerCache:
-    """What the layers of a cache hold after a prompt that was cut inside.
+    """The contents of a cache's layers after a prompt that was cut inside.
 
     Attributes
     ----------
@@ -283,7 +283,7 @@ class InsidePruning(Pruning):
             plan.reading = (query.detach(), key.detach(), scaling)
 
     def _layer(self, number: int) -> Callable[..., Any]:
-        """What a layer is given: after a cut a shorter sequence, and always what belongs to its stage."""
+        """The inputs of a layer: after a cut a shorter sequence, and always the masks and positions of its stage."""
         cut_here = self.cuts.index(number - 1) if number - 1 in self.cuts else None
         stage = sum(layer < number for layer in self.cuts)
         recurrent = self.recurrent[number]
@@ -341,7 +341,7 @@ class InsidePruning(Pruning):
         return shorter
 
     def _cut_row(self, plan: Plan, row: int, cut: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is left of one row: its states, (l, d), and the columns that they stand for, (l,)."""
+        """One row after a cut: its states, (l, d), and the columns that they stand for, (l,)."""
         states, origin = hidden[row], plan.stages[-1].origin[row]
         valid = (origin >= 0).nonzero()[:, 0].numpy()
         # Sort keys: a token keeps its index; a made one stands behind its image.
@@ -430,7 +430,7 @@ class InsidePruning(Pruning):
         )
 
     def _place(self, plan: Plan, stage: Stage, hidden: torch.Tensor, kwargs: dict[str, Any]) -> None:
-        """Rotary positions of a stage: the columns' own, or numbered anew."""
+        """Rotary positions of a stage: the columns' own, or renumbered."""
         cos, sin = plan.rotation if plan.rotation is not None else kwargs["position_embeddings"]
         if self.keep_positions:
             # The rotation of the stage before, by the place that a column had there.

@@ -29,7 +29,7 @@ Query = OneQuery | FromPrompt | Sequence[OneQuery]
 
 @dataclass(frozen=True, eq=False)
 class ImageResult:
-    """What became of one image of the last pruned prompt.
+    """The result of pruning one image of the last prompt.
 
     Attributes
     ----------

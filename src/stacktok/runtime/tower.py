@@ -42,7 +42,7 @@ class TowerTap:
         self._tap.attach(undo)
 
     def take(self) -> TowerReading | None:
-        """What the last run of the tower in this thread showed; None if it has not run."""
+        """The tower's attention in its last run in this thread; None if it has not run."""
         reading: TowerReading | None = self._local.__dict__.pop("reading", None)
         return reading
 

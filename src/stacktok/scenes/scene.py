@@ -1,4 +1,4 @@
-"""What a scene is, and how one is laid out from a seed."""
+"""Scenes, and how one is laid out from a seed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class Style:
-    """What scenes of one sort look like.
+    """The look of one sort of scenes.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What a server counts, and how it is written for Prometheus."""
+"""The server's counters, in the text format of Prometheus."""
 
 from __future__ import annotations
 

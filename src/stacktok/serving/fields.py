@@ -1,4 +1,4 @@
-"""What the processor tells the model about each image, as fields of vLLM's multimodal inputs.
+"""Fields of vLLM's multimodal inputs in which the processor describes each image to the model.
 
 The encoder never sees the prompt, and the processor never sees features: the number of tokens to keep, the query's
 token ids and the image's identity travel with the pixels.
@@ -23,8 +23,8 @@ PROFILE = -2
 """The same for an image that vLLM made up to measure memory: it is neither cached nor counted."""
 
 
-class Asked(NamedTuple):
-    """What is asked for one image.
+class ImageRequest(NamedTuple):
+    """A request for one image.
 
     Attributes
     ----------
@@ -81,13 +81,13 @@ def pack(
     return fields
 
 
-def unpack(kwargs: Mapping[str, Any]) -> list[Asked]:
-    """What is asked for every image of a batch; empty where the batch brings no fields."""
+def unpack(kwargs: Mapping[str, Any]) -> list[ImageRequest]:
+    """The requests for all images of a batch; empty where the batch brings no fields."""
     if KEEP not in kwargs:
         return []
     eligible: Any = kwargs.get(ELIGIBLE)
     return [
-        Asked(
+        ImageRequest(
             int(keep.item()),
             kwargs[QUERY][index].long(),
             bytes(kwargs[IMAGE][index].tolist()),

@@ -1,4 +1,4 @@
-"""What the pruned model classes share."""
+"""The shared part of the pruned model classes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 from stacktok.core.tokens import EncodedImage, ImageLayout
 from stacktok.models.base import Features, TowerReading, image_inputs
 from stacktok.models.registry import adapter_for
-from stacktok.serving.fields import FIELDS, Asked, unpack
+from stacktok.serving.fields import FIELDS, ImageRequest, unpack
 from stacktok.serving.pruner import Kept, Pruner, check_engine
 from stacktok.serving.settings import KEY, Settings
 
@@ -61,7 +61,7 @@ class PrunedModel(Base):
         """The images that `image_features` encoded last, with the tower's attention where a method needs it."""
         return images
 
-    def layouts(self, kwargs: dict[str, Any], asked: list[Asked]) -> list[ImageLayout]:
+    def layouts(self, kwargs: dict[str, Any], asked: list[ImageRequest]) -> list[ImageLayout]:
         """The layout of every image of a batch."""
         count = len(asked)
         layouts = [self.adapter.layout(self.config, image_inputs(kwargs, index, count)) for index in range(count)]
@@ -79,7 +79,7 @@ class PrunedModel(Base):
         )
 
     def embed_images(self, kwargs: dict[str, Any]) -> list[Kept] | None:
-        """What the language model gets of the images of a batch; None where the batch did not pass our processor."""
+        """The pruned embeddings of a batch's images; None where the batch did not pass our processor."""
         asked = unpack(kwargs)
         rest = {name: value for name, value in kwargs.items() if name not in FIELDS}
         if not asked:
@@ -145,7 +145,7 @@ class AttentionReader:
         self._seen = (query, key)
 
     def take(self, lengths: list[int]) -> TowerReading:
-        """What the last run showed, cut into sequences of these lengths."""
+        """The attention of the last run, cut into sequences of these lengths."""
         if self._seen is None:
             raise ValueError("the vision tower has not run")
         query, key = (seen.reshape(sum(lengths), self.heads, -1) for seen in self._seen)

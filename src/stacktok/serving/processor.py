@@ -30,7 +30,7 @@ from stacktok.models.registry import adapter_for
 from stacktok.serving.fields import ALL, FIELDS, KEEP, PROFILE, pack
 from stacktok.serving.pictures import Pictures
 from stacktok.serving.question import QUERY_ROWS, own_ids, prompt_ids
-from stacktok.serving.settings import KEY, Settings, Wish, check_foreign
+from stacktok.serving.settings import KEY, RequestOptions, Settings, check_foreign
 
 if TYPE_CHECKING:
     from vllm.multimodal.processing import BaseMultiModalProcessor as Base
@@ -38,7 +38,7 @@ else:
     Base = object
 
 
-# Stands for a request's wish where vLLM makes a request up.
+# Stands for a request's options where vLLM makes a request up.
 _MADE_UP = object()
 
 # Words whose token ids are kept, and the longest such: the tokenizer takes a millisecond for a question, and questions
@@ -78,10 +78,10 @@ class PrunedProcessor(Base):
         return replace(super().get_dummy_inputs(*args, **kwargs), hf_processor_mm_kwargs={KEY: _MADE_UP})
 
     def apply(self, inputs: Any, timing_ctx: Any) -> Any:
-        """Process a request whose wish, in checked form, stands in for what the client wrote."""
+        """Process a request whose options, in checked form, stand in for what the client wrote."""
         rest = dict(inputs.hf_processor_mm_kwargs)
         entry = rest.pop(KEY, None)
-        wish = Wish(None) if entry is _MADE_UP else Wish.read(entry, self.settings.method.budget)
+        options = RequestOptions(None) if entry is _MADE_UP else RequestOptions.read(entry, self.settings.method.budget)
         if self.settings.own_arguments_only:
             check_foreign(rest)
         plain = replace(inputs, hf_processor_mm_kwargs=rest)
@@ -89,9 +89,9 @@ class PrunedProcessor(Base):
             return super().apply(plain, timing_ctx)
         plain = self._with_known_pictures(plain)
         images = super()._get_mm_hashes(plain)["image"]
-        query = self._query_ids(wish, inputs.prompt)
+        query = self._query_ids(options, inputs.prompt)
         own = {
-            "budget": wish.budget,
+            "budget": options.budget,
             "query": query,
             "images": images,
             "all": PROFILE if entry is _MADE_UP else ALL,
@@ -115,18 +115,18 @@ class PrunedProcessor(Base):
         rest = {name: found for name, found in inputs.mm_data_items.items() if name != "image"}
         return replace(inputs, mm_data_items=type(inputs.mm_data_items)({**rest, "image": parsed["image"]}))
 
-    def _query_ids(self, wish: Wish, prompt: Sequence[int]) -> list[int]:
+    def _query_ids(self, options: RequestOptions, prompt: Sequence[int]) -> list[int]:
         """Token ids of the query's words, as the transformers path of this package reads them."""
-        if wish.budget is None or not self.settings.method.query_aware:
+        if options.budget is None or not self.settings.method.query_aware:
             return []
-        if not wish.from_prompt and not wish.query:
+        if not options.from_prompt and not options.query:
             return []
-        if wish.from_prompt:
+        if options.from_prompt:
             text = [token for token in prompt if token != self._placeholder]
             if self.settings.method.query_rows == "prompt":
                 return self._reader.prompt_rows(text)[-QUERY_ROWS:]
             return prompt_ids(self._reader.prompt_words(text), self._ids_of)
-        return own_ids(self._adapter.query_words(str(wish.query)), self._ids_of)
+        return own_ids(self._adapter.query_words(str(options.query)), self._ids_of)
 
     @functools.cached_property
     def hf_processor(self) -> Any:

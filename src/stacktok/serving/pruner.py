@@ -17,7 +17,7 @@ from stacktok.core.tokens import EncodedImage, Ints, single_crop
 from stacktok.methods.base import Prepared
 from stacktok.serving.cache import FeatureCache
 from stacktok.serving.counters import Counters
-from stacktok.serving.fields import PROFILE, Asked
+from stacktok.serving.fields import PROFILE, ImageRequest
 from stacktok.serving.settings import Settings
 
 # vLLM's workers write what is logged below its own name.
@@ -25,7 +25,7 @@ logger = logging.getLogger("vllm.stacktok")
 
 
 class Kept(NamedTuple):
-    """What the language model gets of an image.
+    """The pruned embeddings of an image.
 
     Attributes
     ----------
@@ -107,13 +107,13 @@ class Pruner:
     @torch.no_grad()
     def embed(
         self,
-        asked: Sequence[Asked],
+        asked: Sequence[ImageRequest],
         encode: Callable[[list[int]], list[EncodedImage]],
         embed_ids: Callable[[torch.Tensor], torch.Tensor],
         device: torch.device,
         newline: torch.Tensor | None = None,
     ) -> list[Kept]:
-        """What the language model gets of the images of a batch.
+        """The pruned embeddings of a batch's images.
 
         Parameters
         ----------
@@ -152,7 +152,7 @@ class Pruner:
 
     def _encoded(
         self,
-        asked: Sequence[Asked],
+        asked: Sequence[ImageRequest],
         encode: Callable[[list[int]], list[EncodedImage]],
         device: torch.device,
         records: dict[int, RequestRecord],
@@ -189,7 +189,7 @@ class Pruner:
 
     def _reduce(
         self,
-        one: Asked,
+        one: ImageRequest,
         image: EncodedImage,
         prepared: dict[bytes, Prepared],
         embed_ids: Callable[[torch.Tensor], torch.Tensor],

@@ -1,4 +1,4 @@
-"""What a server and a request may set, checked: vLLM is not needed here.
+"""Settings of a server and options of a request, checked: vLLM is not needed here.
 
 The server's settings travel as ``hf_overrides={"architectures": [...], "stacktok": {...}}``, a request's as
 ``mm_processor_kwargs={"stacktok": {...}}``: both are vLLM's own channels, and both reach the processor.
@@ -72,8 +72,8 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What one request asks for.
+class RequestOptions:
+    """The options of one request.
 
     Attributes
     ----------
@@ -90,8 +90,8 @@ class Wish:
     from_prompt: bool = True
 
     @classmethod
-    def read(cls, entry: object, default: Budget | None) -> Wish:
-        """A request's wish.
+    def read(cls, entry: object, default: Budget | None) -> RequestOptions:
+        """A request's options.
 
         Parameters
         ----------
@@ -127,7 +127,7 @@ def check_request(body: Mapping[str, Any], settings: Settings) -> None:
     """
     arguments = body.get("mm_processor_kwargs")
     if isinstance(arguments, Mapping):
-        Wish.read(arguments.get(KEY), settings.method.budget)
+        RequestOptions.read(arguments.get(KEY), settings.method.budget)
         if settings.own_arguments_only:
             check_foreign(name for name in arguments if name != KEY)
     if body.get("media_io_kwargs") and settings.own_arguments_only:

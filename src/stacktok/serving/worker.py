@@ -1,4 +1,4 @@
-"""What our servers add to vLLM's workers: a way to ask for the counters."""
+"""An extension of vLLM's workers: a way to ask for the counters."""
 
 from __future__ import annotations
 

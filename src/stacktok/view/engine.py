@@ -23,7 +23,7 @@ from stacktok.core.record import CropSelection, Selection
 from stacktok.core.reference import coverage_sum
 from stacktok.core.selection import PreparedImage, prepare
 from stacktok.core.tokens import EncodedImage, Ints
-from stacktok.figures.seen import seen_pictures
+from stacktok.figures.encoder_views import encoder_views
 from stacktok.methods.base import FeatureMethod, Method
 from stacktok.methods.stacktok import StackTok
 from stacktok.models.base import EncoderCall
@@ -34,12 +34,12 @@ from stacktok.models.registry import adapter_for
 from stacktok.runtime.question import QuestionReader
 from stacktok.runtime.tower import tapped_tower
 from stacktok.view import trace
-from stacktok.view.held import Asked, Left, Picture, tile_places
 from stacktok.view.jobs import Job
-from stacktok.view.offer import default_methods, possible
+from stacktok.view.lru import LRUCache
+from stacktok.view.methods import default_methods, possible
 from stacktok.view.pictures import Refused, png
-from stacktok.view.recent import Recent
 from stacktok.view.samples import Sample
+from stacktok.view.state import Picture, PrunedView, Query, tile_places
 
 UPLOADS = PictureLimits(megabytes=20, megapixels=40, tokens=4096)
 """Default limits. A held picture of n tokens takes n^2 numbers, and several are held."""
@@ -85,17 +85,19 @@ class Engine:
         self.limits = limits or UPLOADS
         self.max_new_tokens = max_new_tokens
         self._reader = QuestionReader(model, processor, self.adapter)
-        self._pictures: Recent[str, Picture] = Recent(_PICTURES)
-        self._asked: Recent[tuple[str, str], Asked] = Recent(_QUESTIONS)
-        self._answers: Recent[tuple[str, str, str, int | None], tuple[dict[str, Any], Left | None]] = Recent(_ANSWERS)
-        self._left: Recent[tuple[str, str, str, int], Left] = Recent(_ANSWERS)
+        self._pictures: LRUCache[str, Picture] = LRUCache(_PICTURES)
+        self._queries: LRUCache[tuple[str, str], Query] = LRUCache(_QUESTIONS)
+        self._answers: LRUCache[tuple[str, str, str, int | None], tuple[dict[str, Any], PrunedView | None]] = LRUCache(
+            _ANSWERS
+        )
+        self._pruned_views: LRUCache[tuple[str, str, str, int], PrunedView] = LRUCache(_ANSWERS)
         self._sample_names = set(self.samples)
 
     def warm_up(self) -> None:
         """Run everything once, so that the first person does not wait for compiled kernels."""
         for name, sample in list(self.samples.items())[:1]:
             question, method = (*sample.questions, "What is this?")[0], next(iter(self.methods))
-            self.walk(name, question, method)
+            self.trace(name, question, method)
             self.answer(name, question, method, 1)
             self.answer(name, question, None, None)
 
@@ -114,12 +116,12 @@ class Engine:
         return held
 
     def views(self, name: str) -> list[bytes] | None:
-        """What the encoder saw of a held picture; safe to call from any thread."""
+        """The encoder's views of a picture in memory; safe to call from any thread."""
         held = dict.get(self._pictures, name)
         return None if held is None else held.crops
 
     def describe(self, picture: Picture) -> dict[str, Any]:
-        """What the page must know about a picture."""
+        """The page's description of a picture."""
         sample = self.samples.get(picture.name)
         rows = tile_places(picture.encoded)
         return {
@@ -141,40 +143,40 @@ class Engine:
             "seconds": picture.seconds,
         }
 
-    def walk(self, name: str, question: str, method: str) -> dict[str, Any]:
+    def trace(self, name: str, question: str, method: str) -> dict[str, Any]:
         """The whole run of a method for a question: data for every budget, or that there is none."""
-        picture, asked = self.picture(name), self.ask(name, question)
+        picture, query = self.picture(name), self.ask(name, question)
         chosen = self.method(method)
         base = {
             "image": name,
             "question": question,
             "method": method,
-            "words": [{"text": text, "rows": rows} for text, rows in zip(asked.words, asked.rows, strict=True)],
-            "query_affinity": [trace.packed(unit.query_affinity(asked.query)) for unit in picture.units],
+            "words": [{"text": text, "rows": rows} for text, rows in zip(query.words, query.rows, strict=True)],
+            "query_affinity": [trace.packed(unit.query_affinity(query.query)) for unit in picture.units],
         }
-        found = self.record(picture, asked, method)
+        found = self.record(picture, query, method)
         if found is None:
             return base | {"anytime": False}
         record, seconds = found
         limit = chosen.swap_limit if isinstance(chosen, StackTok) else 0
         crops = [
-            trace.walk(crop, unit.vision_affinity, limit)
+            trace.steps(crop, unit.vision_affinity, limit)
             for crop, unit in zip(trace.crop_records(record), picture.units, strict=True)
         ]
         return base | {"anytime": True, "order": trace.order_of(record), "crops": crops, "seconds": seconds}
 
     def kept(self, name: str, question: str, method: str, budget: int, job: Job | None = None) -> dict[str, Any]:
-        """What a method keeps at one budget, and how it scores by the selector's own measures."""
-        picture, asked = self.picture(name), self.ask(name, question)
-        left = self.left(picture, question, method, budget, job)
+        """The tokens that a method keeps at one budget, with their relevance and coverage."""
+        picture, query = self.picture(name), self.ask(name, question)
+        pruned = self.pruned_view(picture, question, method, budget, job)
         crops = []
-        for unit, own in zip(picture.units, self.indices(picture, left), strict=True):
+        for unit, own in zip(picture.units, self.indices(picture, pruned), strict=True):
             chosen = own.tolist()
-            query = unit.query_affinity(asked.query)
+            affinity = unit.query_affinity(query.query)
             crops.append(
                 {
                     "indices": chosen,
-                    "relevance": coverage_sum(torch.from_numpy(query), chosen) / max(1, len(query)),
+                    "relevance": coverage_sum(torch.from_numpy(affinity), chosen) / max(1, len(affinity)),
                     "coverage": coverage_sum(torch.from_numpy(unit.vision_affinity), chosen) / unit.n,
                     "owners": trace.owners(own, unit.vision_affinity).tolist(),
                 }
@@ -184,13 +186,13 @@ class Engine:
             "question": question,
             "method": method,
             "budget": budget,
-            "tokens": len(left.reduction),
-            "separators": len(left.reduction) - left.reduction.tokens,
-            "cls": left.reduction.tokens - len(left.placed),
+            "tokens": len(pruned.reduction),
+            "separators": len(pruned.reduction) - pruned.reduction.tokens,
+            "cls": pruned.reduction.tokens - len(pruned.placed),
             "crops": crops,
-            "merged": left.merged,
-            "per_layer": list(left.per_layer),
-            "seconds": left.reduction.seconds,
+            "merged": pruned.merged,
+            "per_layer": list(pruned.per_layer),
+            "seconds": pruned.reduction.seconds,
         }
 
     def answer(
@@ -199,16 +201,16 @@ class Engine:
         """The model's answer with a method at a budget, or with all tokens where both are None."""
         return self._answered(self.picture(name), question, method, budget, job)[0]
 
-    def ask(self, name: str, question: str) -> Asked:
+    def ask(self, name: str, question: str) -> Query:
         """The query that the runtime would read from the prompt."""
-        return self._asked.get((name, question), lambda: self._read(self.picture(name), question))
+        return self._queries.get((name, question), lambda: self._read(self.picture(name), question))
 
-    def record(self, picture: Picture, asked: Asked, method: str) -> tuple[Selection | CropSelection, float] | None:
+    def record(self, picture: Picture, query: Query, method: str) -> tuple[Selection | CropSelection, float] | None:
         """A run to the largest budget and its time; None for a method whose runs have no prefixes."""
         chosen = self.method(method)
         if not isinstance(chosen, StackTok):
             return None
-        if method not in asked.records:
+        if method not in query.records:
             begin = time.perf_counter()
             parameters = chosen.parameters(picture.encoded.tau_query)
             changes: dict[str, Any] = {
@@ -216,32 +218,34 @@ class Engine:
                 for key, value in vars(parameters).items()
                 if key not in ("tau_vision", "norm_epsilon", "backend")
             }
-            record = picture.prepared.select(asked.query, picture.encoded.capacity, **changes)
-            asked.records[method] = record, time.perf_counter() - begin
+            record = picture.prepared.select(query.query, picture.encoded.capacity, **changes)
+            query.records[method] = record, time.perf_counter() - begin
         try:
-            asked.records[method][0].prefix(0)
+            query.records[method][0].prefix(0)
         except ValueError:
             return None
-        return asked.records[method]
+        return query.records[method]
 
-    def left(self, picture: Picture, question: str, method: str, budget: int, job: Job | None = None) -> Left:
-        """What a method leaves at a budget: what `stacktok ask` would keep."""
+    def pruned_view(
+        self, picture: Picture, question: str, method: str, budget: int, job: Job | None = None
+    ) -> PrunedView:
+        """The picture as a method prunes it at a budget: what `stacktok ask` would keep."""
         found = self.record(picture, self.ask(picture.name, question), method)
         if found is None:
-            return self._left.get(
-                (picture.name, question, method, budget), lambda: self._leave(picture, question, method, budget, job)
+            return self._pruned_views.get(
+                (picture.name, question, method, budget), lambda: self._prune(picture, question, method, budget, job)
             )
         # Not held: it is had in no time, and its record keeps the picture's affinities alive.
         begin = time.perf_counter()
         record = found[0].prefix(min(budget, found[0].k), refine=True)
         indices = [crop.indices for crop in trace.crop_records(record)]
         reduction = picture.encoded.keep(indices, record=record).timed(time.perf_counter() - begin)
-        return Left(reduction, (len(reduction),) * self._depth)
+        return PrunedView(reduction, (len(reduction),) * self._depth)
 
     @staticmethod
-    def indices(picture: Picture, left: Left) -> list[Ints]:
+    def indices(picture: Picture, pruned: PrunedView) -> list[Ints]:
         """Kept tokens per crop, ascending."""
-        anchors = left.reduction.anchors[left.placed]
+        anchors = pruned.reduction.anchors[pruned.placed]
         return [np.sort(anchors[anchors[:, 0] == c, 1]) for c in range(len(picture.encoded.crops))]
 
     def method(self, name: str) -> Method:
@@ -250,18 +254,18 @@ class Engine:
             raise Refused(404, f"No method is called {name!r}; the methods are {', '.join(self.methods)}.")
         return self.methods[name]
 
-    def _leave(self, picture: Picture, question: str, method: str, budget: int, job: Job | None) -> Left:
-        chosen, asked = self.method(method), self.ask(picture.name, question)
+    def _prune(self, picture: Picture, question: str, method: str, budget: int, job: Job | None) -> PrunedView:
+        chosen, query = self.method(method), self.ask(picture.name, question)
         if isinstance(chosen, FeatureMethod):
             if method not in picture.prepared_for:
                 picture.prepared_for[method] = chosen.prepare(self._encoded_for(chosen, picture))
-            (reduction,) = chosen.reduce_prompt([picture.prepared_for[method]], asked.query, budget)
-            return Left(reduction, (len(reduction),) * self._depth)
+            (reduction,) = chosen.reduce_prompt([picture.prepared_for[method]], query.query, budget)
+            return PrunedView(reduction, (len(reduction),) * self._depth)
         # What a method inside the language model keeps is known when that has run.
-        left = self._answered(picture, question, method, budget, job)[1]
-        if left is None:
+        pruned = self._answered(picture, question, method, budget, job)[1]
+        if pruned is None:
             raise Refused(422, f"{method} pruned nothing of this picture; choose another method.")
-        return left
+        return pruned
 
     @property
     def _depth(self) -> int:
@@ -311,13 +315,13 @@ class Engine:
                 tau_query=encoded.tau_query,
             )
         seconds = {"encode": encoding, "prepare": time.perf_counter() - begin}
-        views = seen_pictures(image, encoded, inputs["pixel_values"], self.processor.image_processor)
+        views = encoder_views(image, encoded, inputs["pixel_values"], self.processor.image_processor)
         return Picture(name, image, arguments, encoded, features, prepared, [png(view) for view in views], seconds)
 
-    def _read(self, picture: Picture, question: str) -> Asked:
+    def _read(self, picture: Picture, question: str) -> Query:
         if not question.strip():
             width = picture.encoded.crops[0].projected.shape[1]
-            return Asked([], [], torch.zeros((0, width)))
+            return Query([], [], torch.zeros((0, width)))
         words = self.adapter.query_words(question)
         found = self._reader.question(question, None, self.model.get_input_embeddings().weight.device)
         sizes = [len(word_ids(self._reader.tokenizer, [word])) for word in words]
@@ -326,11 +330,11 @@ class Engine:
         query = found.embeddings
         if query is None:
             raise Refused(422, "The question has no words that the model knows; type another.")
-        return Asked(words, rows, query.to(picture.encoded.crops[0].projected.device))
+        return Query(words, rows, query.to(picture.encoded.crops[0].projected.device))
 
     def _answered(
         self, picture: Picture, question: str, method: str | None, budget: int | None, job: Job | None
-    ) -> tuple[dict[str, Any], Left | None]:
+    ) -> tuple[dict[str, Any], PrunedView | None]:
         return self._answers.get(
             (picture.name, question, method or "", budget),
             lambda: self._generate(picture, question, method, budget, job),
@@ -338,7 +342,7 @@ class Engine:
 
     def _generate(
         self, picture: Picture, question: str, method: str | None, budget: int | None, job: Job | None
-    ) -> tuple[dict[str, Any], Left | None]:
+    ) -> tuple[dict[str, Any], PrunedView | None]:
         from transformers import StoppingCriteria, StoppingCriteriaList
 
         class Wanted(StoppingCriteria):  # type: ignore[misc,unused-ignore]
@@ -379,7 +383,7 @@ class Engine:
         }
         if result is None or method is None or self.method(method).stage != "inside":
             return answer, None
-        return answer, Left(result.reduction, result.per_layer)
+        return answer, PrunedView(result.reduction, result.per_layer)
 
     @contextmanager
     def _recalled(self, features: Any | None) -> Iterator[list[float]]:

@@ -15,7 +15,7 @@ from stacktok.figures.kept import COVERAGE, MERGED, OTHER, RELEVANCE, outline
 from stacktok.methods.base import Method
 from stacktok.models.prompt import plain_text
 from stacktok.view.engine import Engine
-from stacktok.view.held import Picture
+from stacktok.view.state import Picture
 from stacktok.view.trace import crop_records
 
 _CELL, _GAP, _CAPTION = 16, 12, 44
@@ -24,8 +24,8 @@ _CELL, _GAP, _CAPTION = 16, 12, 44
 def json_trace(engine: Engine, name: str, question: str, method: str, budget: int) -> dict[str, Any]:
     """Everything about a selection: its record at the budget, exactly as the library writes it."""
     picture, asked = engine.picture(name), engine.ask(name, question)
-    left = engine.left(picture, question, method, budget)
-    record = left.reduction.record
+    pruned = engine.pruned_view(picture, question, method, budget)
+    record = pruned.reduction.record
     return {
         "model": engine.name,
         "image": name,
@@ -35,10 +35,10 @@ def json_trace(engine: Engine, name: str, question: str, method: str, budget: in
         "parameters": _parameters(engine.method(method)),
         "budget": budget,
         "grids": [list(crop.grid) for crop in picture.encoded.crops],
-        "indices": [own.tolist() for own in engine.indices(picture, left)],
-        "tokens": len(left.reduction),
-        "merged": left.merged,
-        "per_layer": list(left.per_layer),
+        "indices": [own.tolist() for own in engine.indices(picture, pruned)],
+        "tokens": len(pruned.reduction),
+        "merged": pruned.merged,
+        "per_layer": list(pruned.per_layer),
         "selection": json.loads(record.to_json()) if isinstance(record, (Selection, CropSelection)) else None,
     }
 
@@ -91,21 +91,21 @@ def python_lines(engine: Engine, name: str, question: str, method: str, budget: 
 def svg(engine: Engine, name: str, question: str, method: str, budget: int) -> str:
     """Kept tokens on what the encoder saw: circles by relevance, triangles by coverage, squares by neither."""
     picture = engine.picture(name)
-    left = engine.left(picture, question, method, budget)
-    record, indices = left.reduction.record, engine.indices(picture, left)
+    pruned = engine.pruned_view(picture, question, method, budget)
+    record, indices = pruned.reduction.record, engine.indices(picture, pruned)
     scored: list[dict[int, str]] = [{} for _ in indices]
     if isinstance(record, (Selection, CropSelection)):
         for by, crop in zip(scored, crop_records(record), strict=True):
             by.update(zip(crop.order.tolist(), crop.criterion, strict=True))
     parts, x, height = [], 0, 0
     for c, own in enumerate(indices):
-        regions = [[t for crop, t in entry["sources"] if crop == c] for entry in left.merged]
+        regions = [[t for crop, t in entry["sources"] if crop == c] for entry in pruned.merged]
         parts.append(f'<g transform="translate({x} 0)">{_crop(picture, c, own.tolist(), scored[c], regions)}</g>')
         rows, columns = picture.encoded.crops[c].grid
         x += columns * _CELL + _GAP
         height = max(height, rows * _CELL)
     width = max(x - _GAP, 320)
-    caption = f"{method}: {len(left.reduction)} of {picture.encoded.n} tokens"
+    caption = f"{method}: {len(pruned.reduction)} of {picture.encoded.n} tokens"
     text = '<text x="4" y="{y}" font-family="sans-serif" font-size="14" fill="#222">{text}</text>'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height + _CAPTION}" width="{width}" '

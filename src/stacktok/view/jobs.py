@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-# Pages whose latest serial is remembered; an older page than these starts anew.
+# Pages whose latest serial is remembered; an older page than these starts over.
 _PAGES = 256
 
 

@@ -48,7 +48,7 @@ UPLOAD = "/api/images"
 """Where pictures go; every other body is JSON."""
 
 
-class Query(BaseModel):
+class SelectionQuery(BaseModel):
     """A question on a picture under a method."""
 
     image: str = Field(max_length=64)
@@ -56,7 +56,7 @@ class Query(BaseModel):
     method: str = Field(max_length=64)
 
 
-class AtBudget(Query):
+class AtBudget(SelectionQuery):
     """The same at a budget."""
 
     budget: int = Field(ge=1, le=10**9)
@@ -226,20 +226,20 @@ def create_app(engine: Engine, *, hosts: tuple[str, ...] = (), waiting: int = 16
 
     @app.get("/api/images/{name}/crops/{crop}.png")
     async def crop(name: str, crop: int) -> Response:
-        """What the encoder saw of a crop."""
+        """The encoder's view of a crop."""
         views = engine.views(name)
         if views is None or not 0 <= crop < len(views):
             raise Refused(404, "This picture is not held any more, or has no such crop.")
         return Response(views[crop], media_type="image/png")
 
-    @app.post("/api/walk")
-    async def walk(query: Query, page: Page, serial: Serial) -> dict[str, Any]:
+    @app.post("/api/trace")
+    async def trace(query: SelectionQuery, page: Page, serial: Serial) -> dict[str, Any]:
         """The whole run of a method: what every budget keeps, along which curves, by which criterion."""
-        return await run(page, serial, lambda _: engine.walk(query.image, query.question, query.method))
+        return await run(page, serial, lambda _: engine.trace(query.image, query.question, query.method))
 
     @app.post("/api/kept")
     async def kept(query: AtBudget, page: Page, serial: Serial) -> dict[str, Any]:
-        """What a method keeps at one budget."""
+        """The tokens that a method keeps at one budget."""
         return await run(
             page, serial, lambda job: engine.kept(query.image, query.question, query.method, query.budget, job)
         )

@@ -28,7 +28,7 @@ def order_of(record: Selection | CropSelection) -> list[list[int]]:
     return [[0, token] for token in record.order.tolist()]
 
 
-def walk(selection: Selection, vision_affinity: Affinity, swap_limit: int) -> dict[str, Any]:
+def steps(selection: Selection, vision_affinity: Affinity, swap_limit: int) -> dict[str, Any]:
     """One crop's run, with what the swaps make of each small size.
 
     Parameters

@@ -46,7 +46,7 @@ export const info = async () => (await reach('api/info')).json();
 export const image = async (own, name) => (await send(`api/images/${encodeURIComponent(name)}`, own)).json();
 export const upload = async (own, file) =>
   (await send('api/images', own, { method: 'POST', headers: { 'Content-Type': 'application/octet-stream' }, body: file })).json();
-export const walk = async (own, query) => (await post('api/walk', own, query)).json();
+export const trace = async (own, query) => (await post('api/trace', own, query)).json();
 export const kept = async (own, query) => (await post('api/kept', own, query)).json();
 export const answer = async (own, query) => (await post('api/answer', own, query)).json();
 export const fullAnswer = async (own, query) => (await post('api/answer/full', own, query)).json();

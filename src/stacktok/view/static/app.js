@@ -3,7 +3,7 @@
 import * as api from './api.js';
 import { Curves } from './curves.js';
 import { Stage } from './stage.js';
-import * as runs from './walk.js';
+import * as runs from './trace.js';
 
 const $ = (id) => document.getElementById(id);
 const state = { image: '', question: '', budget: 64, method: '', other: '', frame: null, word: null, crop: 0 };
@@ -112,9 +112,9 @@ function buildPanels() {
     const stage = element('div', { class: 'stage', tabindex: '0', role: 'group', 'aria-label': `Tokens kept by ${method}` });
     const metrics = element('div', { class: 'metrics' });
     $('panels').append(element('section', { class: 'panel', 'aria-label': method }, element('header', {}, select, toggle), stage, metrics));
-    const panel = { method, at, root: stage, metrics, walk: null, set: null, answer: null };
+    const panel = { method, at, root: stage, metrics, trace: null, set: null, answer: null };
     panel.stage = new Stage(stage, (token) => { cursor = token && { ...token, panel: at }; draw(); });
-    stage.addEventListener('keydown', (event) => walkOver(event, panel));
+    stage.addEventListener('keydown', (event) => stepOver(event, panel));
     if (picture) panel.stage.setPicture(picture, picture.crops.map((_, c) => api.cropUrl(picture.image, c)));
     return panel;
   });
@@ -122,7 +122,7 @@ function buildPanels() {
 
 // New panels keep what is known about their methods.
 function rebuildPanels() {
-  const known = panels.map(({ method, walk, answer }) => ({ method, walk, answer }));
+  const known = panels.map(({ method, trace, answer }) => ({ method, trace, answer }));
   buildPanels();
   for (const panel of panels) Object.assign(panel, known.find(({ method }) => method === panel.method));
   cursor = null;
@@ -136,7 +136,7 @@ function compare(other) {
   $('compare').focus();
 }
 
-function walkOver(event, panel) {
+function stepOver(event, panel) {
   const moves = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
   if (!event.shiftKey || !moves[event.key] || !picture) return;
   event.preventDefault();
@@ -191,7 +191,7 @@ async function askQuestion() {
   const own = api.newState();
   if (!picture) return;
   const query = (panel) => ({ image: state.image, question: state.question, method: panel.method });
-  const missing = panels.filter(({ walk }) => !walk || walk.question !== state.question || walk.image !== state.image);
+  const missing = panels.filter(({ trace }) => !trace || trace.question !== state.question || trace.image !== state.image);
   for (const panel of missing) {
     Object.assign(panel, { answer: null, set: null });
     panel.root.classList.add('busy');
@@ -199,11 +199,11 @@ async function askQuestion() {
   say('');
   drawAnswers();
   const names = missing.map(({ method }) => method).join(' and ');
-  const found = await attempt(() => wait(`Selecting for every budget: ${names}…`, () => Promise.all(missing.map((panel) => api.walk(own, query(panel))))));
+  const found = await attempt(() => wait(`Selecting for every budget: ${names}…`, () => Promise.all(missing.map((panel) => api.trace(own, query(panel))))));
   if (api.current(own)) drawAnswers();
   if (!found || !api.current(own)) return;
-  found.forEach((walk, i) => { missing[i].walk = runs.index(walk); });
-  if (state.word !== null && state.word >= panels[0].walk.words.length) state.word = null;
+  found.forEach((trace, i) => { missing[i].trace = runs.index(trace); });
+  if (state.word !== null && state.word >= panels[0].trace.words.length) state.word = null;
   say('');
   buildWords();
   buildTiles();
@@ -225,7 +225,7 @@ async function refresh() {
   const query = { image: state.image, question: state.question };
   await attempt(async () => {
     for (const panel of panels) {
-      if (panel.walk && !panel.walk.anytime && (!panel.set || panel.set.budget !== budget)) {
+      if (panel.trace && !panel.trace.anytime && (!panel.set || panel.set.budget !== budget)) {
         panel.set = await wait(`Selecting ${budget} tokens: ${panel.method}…`, () => api.kept(own, { ...query, method: panel.method, budget }));
         draw();
       }
@@ -268,7 +268,7 @@ function buildSamples() {
 }
 
 function buildWords() {
-  const { words } = panels[0].walk;
+  const { words } = panels[0].trace;
   $('words').replaceChildren(...words.map((word, at) => element(
     'button',
     {
@@ -293,10 +293,10 @@ function buildTiles() {
 }
 
 // The panels whose runs have steps; the film, the curves and the tiles' sizes follow the first of them.
-const stepped = () => panels.filter(({ walk }) => walk && walk.anytime);
+const stepped = () => panels.filter(({ trace }) => trace && trace.anytime);
 
 function buildCurves() {
-  const [first, second] = stepped().map(({ walk }) => walk.crops[state.crop]);
+  const [first, second] = stepped().map(({ trace }) => trace.crops[state.crop]);
   curves.setRun(first, second, stepped().map(({ method }) => method));
   $('which').textContent = picture.crops.length > 1 ? `· view ${state.crop + 1} of ${picture.crops.length}` : '';
 }
@@ -304,21 +304,21 @@ function buildCurves() {
 // --- drawing --------------------------------------------------------------------------------------------------------
 
 function shown(panel) {
-  const { walk, set } = panel;
-  if (!walk) return null;
-  if (!walk.anytime) {
+  const { trace, set } = panel;
+  if (!trace) return null;
+  if (!trace.anytime) {
     if (!set) return null;
     return { crops: runs.fixed(set, picture.crops.map(({ rows, columns }) => rows * columns)), now: null };
   }
-  if (state.frame === null) return { crops: runs.keptAt(walk, state.budget), now: null };
-  return runs.frameAt(walk, state.budget, state.frame);
+  if (state.frame === null) return { crops: runs.keptAt(trace, state.budget), now: null };
+  return runs.frameAt(trace, state.budget, state.frame);
 }
 
 function draw() {
-  if (!picture || !panels.length || !panels[0].walk) return;
+  if (!picture || !panels.length || !panels[0].trace) return;
   performance.mark('draw');
   const [leader] = stepped();
-  const last = leader ? runs.frames(leader.walk, state.budget) : state.budget;
+  const last = leader ? runs.frames(leader.trace, state.budget) : state.budget;
   for (const name of ['film', 'back', 'play', 'forth']) $(name).disabled = !leader;
   if (state.frame !== null && state.frame > last) state.frame = last;
   const frame = state.frame === null ? last : state.frame;
@@ -328,16 +328,16 @@ function draw() {
   let at = 0;
   for (const panel of panels) {
     const view = shown(panel);
-    panel.root.classList.toggle('busy', Boolean(panel.walk && !panel.walk.anytime && (!panel.set || panel.set.budget !== state.budget)));
+    panel.root.classList.toggle('busy', Boolean(panel.trace && !panel.trace.anytime && (!panel.set || panel.set.budget !== state.budget)));
     if (!view) continue;
     panel.view = view;
     const own = cursor && cursor.panel === panel.at ? cursor : state.frame !== null ? view.now : null;
-    const word = state.word !== null && panel.walk.words[state.word];
+    const word = state.word !== null && panel.trace.words[state.word];
     panel.stage.show({
       crops: view.crops,
-      kindOf: (c, token) => runs.criterion(panel.walk, c, token, view.crops[c]),
+      kindOf: (c, token) => runs.criterion(panel.trace, c, token, view.crops[c]),
       cursor: own,
-      heat: word ? view.crops.map((_, c) => runs.wordHeat(panel.walk, word, c)) : null,
+      heat: word ? view.crops.map((_, c) => runs.wordHeat(panel.trace, word, c)) : null,
     });
     drawMetrics(panel, view);
     if (panel === leader) at = view.crops[state.crop].size;
@@ -358,7 +358,7 @@ function drawMetrics(panel, view) {
   const kept = [];
   view.crops.forEach((crop, c) => {
     for (const token of crop.kept) {
-      const kind = runs.criterion(panel.walk, c, token, crop);
+      const kind = runs.criterion(panel.trace, c, token, crop);
       counts[kind in counts ? kind : 'other'] += 1;
       kept.push([c, token]);
     }
@@ -369,8 +369,8 @@ function drawMetrics(panel, view) {
   panel.root.dataset.coverage = one.coverage;
   const part = (label, value) => { const span = element('span', {}, `${label} `); span.append(element('b', {}, String(value))); return span; };
   const { set } = panel;
-  const parts = [part('kept', panel.walk.anytime ? kept.length : set.tokens)];
-  if (panel.walk.anytime) {
+  const parts = [part('kept', panel.trace.anytime ? kept.length : set.tokens)];
+  if (panel.trace.anytime) {
     parts.push(part('●', counts.relevance), part('▲', counts.coverage));
     if (counts.other) parts.push(part('■', counts.other));
   } else {
@@ -395,15 +395,15 @@ function drawToken() {
   const { columns } = picture.crops[at.crop];
   const view1 = picture.crops.length > 1 ? `, view ${at.crop + 1}` : '';
   const head = `Token ${at.token}: row ${Math.floor(at.token / columns) + 1}, column ${(at.token % columns) + 1}${view1}`;
-  const lines = runs.explain(panel.walk, at.crop, at.token, view.crops[at.crop], state.budget);
+  const lines = runs.explain(panel.trace, at.crop, at.token, view.crops[at.crop], state.budget);
   $('token').replaceChildren(element('p', { class: 'soft' }, head), ...lines.map(([kind, text]) => element('p', { class: kind }, text)));
 }
 
 function drawWords() {
-  const { walk, view } = panels[0];
+  const { trace, view } = panels[0];
   if (!view) return;
   [...$('words').querySelectorAll('button')].forEach((button, at) => {
-    const { held, share } = runs.wordRelevance(walk, walk.words[at], view.crops);
+    const { held, share } = runs.wordRelevance(trace, trace.words[at], view.crops);
     button.setAttribute('aria-pressed', String(state.word === at));
     button.querySelector('i').style.width = `${100 * share}%`;
     const value = button.querySelector('.value');
@@ -430,8 +430,8 @@ function drawGate(t) {
     $('gate').textContent = `${panels[0].method} keeps its tokens without a support target: there are no steps to show.`;
     return;
   }
-  const { walk } = leader;
-  const crop = walk.crops[state.crop];
+  const { trace } = leader;
+  const crop = trace.crops[state.crop];
   const next = t < crop.k ? `; next pick by ${crop.criterion[t]}` : '';
   $('gate').textContent = `At ${t} tokens: coverage ${crop.coverage[t].toFixed(4)}, reference ${crop.reference[t].toFixed(4)}, target ${crop.target[t].toFixed(4)} (strictness ${crop.strictness.toFixed(3)})${next}.`;
   $('curves').setAttribute('aria-label', `Coverage, reference and target along the run. ${$('gate').textContent}`);
@@ -459,8 +459,8 @@ function drawAnswers() {
 function drawTimes() {
   if (!picture) return;
   const rows = [['Encoding the picture, once', picture.seconds.encode], ['Preparing coverage, once', picture.seconds.prepare]];
-  for (const { method, walk, set } of panels) {
-    if (walk && walk.anytime) rows.push([`Selecting for every budget, ${method}`, walk.seconds]);
+  for (const { method, trace, set } of panels) {
+    if (trace && trace.anytime) rows.push([`Selecting for every budget, ${method}`, trace.seconds]);
     else if (set) rows.push([`Selecting, ${method}`, set.seconds]);
   }
   if (full && panels[0].answer) rows.push(['Answer, all tokens / pruned', `${(full.seconds / panels[0].answer.seconds).toFixed(2)} ×`]);
@@ -530,7 +530,7 @@ function setBudget(value) {
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
   $('theme').textContent = theme === 'dark' ? 'Light' : 'Dark';
-  if (picture && panels[0] && panels[0].walk) {
+  if (picture && panels[0] && panels[0].trace) {
     buildCurves();
     draw();
   }

@@ -6,22 +6,22 @@ export function unpack({ shape, float32 }) {
 }
 
 // Adds the look-ups that drawing needs: a token's place in its crop's run, and in the whole.
-export function index(walk) {
-  walk.affinity = walk.query_affinity.map(unpack);
-  if (!walk.anytime) return walk;
-  walk.rank = walk.crops.map((crop) => new Int32Array(crop.n).fill(-1));
-  walk.order.forEach(([crop, token], at) => { walk.rank[crop][token] = at; });
-  for (const crop of walk.crops) {
+export function index(trace) {
+  trace.affinity = trace.query_affinity.map(unpack);
+  if (!trace.anytime) return trace;
+  trace.rank = trace.crops.map((crop) => new Int32Array(crop.n).fill(-1));
+  trace.order.forEach(([crop, token], at) => { trace.rank[crop][token] = at; });
+  for (const crop of trace.crops) {
     crop.at = new Int32Array(crop.n).fill(-1);
     crop.order.forEach((token, at) => { crop.at[token] = at; });
     crop.bySize = new Map(crop.refined.map((entry) => [entry.k, entry]));
   }
-  return walk;
+  return trace;
 }
 
-function sizesAt(walk, k) {
-  const sizes = walk.crops.map(() => 0);
-  for (let at = 0; at < k; at += 1) sizes[walk.order[at][0]] += 1;
+function sizesAt(trace, k) {
+  const sizes = trace.crops.map(() => 0);
+  for (let at = 0; at < k; at += 1) sizes[trace.order[at][0]] += 1;
   return sizes;
 }
 
@@ -34,10 +34,10 @@ function plain(crop, size) {
 }
 
 // The kept set at a budget, swaps included: what a run with that budget keeps.
-export function keptAt(walk, k) {
-  return sizesAt(walk, k).map((size, c) => {
-    const refined = walk.crops[c].bySize.get(size);
-    if (!refined) return plain(walk.crops[c], size);
+export function keptAt(trace, k) {
+  return sizesAt(trace, k).map((size, c) => {
+    const refined = trace.crops[c].bySize.get(size);
+    if (!refined) return plain(trace.crops[c], size);
     return {
       size, kept: new Set(refined.indices), owners: Int32Array.from(refined.owners),
       relevance: refined.relevance, coverage: refined.coverage, swaps: refined.swaps,
@@ -46,17 +46,17 @@ export function keptAt(walk, k) {
 }
 
 // Frames of the film: one per pick, then one per swap.
-export function frames(walk, k) {
-  return k + keptAt(walk, k).reduce((sum, crop) => sum + crop.swaps.length, 0);
+export function frames(trace, k) {
+  return k + keptAt(trace, k).reduce((sum, crop) => sum + crop.swaps.length, 0);
 }
 
-export function frameAt(walk, k, frame) {
-  const last = frames(walk, k);
-  if (frame >= last) return { crops: keptAt(walk, k), now: last > k ? swapAt(walk, k, last - k) : pick(walk, k) };
-  if (frame <= k) return { crops: sizesAt(walk, frame).map((size, c) => plain(walk.crops[c], size)), now: pick(walk, frame) };
-  const crops = sizesAt(walk, k).map((size, c) => plain(walk.crops[c], size));
+export function frameAt(trace, k, frame) {
+  const last = frames(trace, k);
+  if (frame >= last) return { crops: keptAt(trace, k), now: last > k ? swapAt(trace, k, last - k) : pick(trace, k) };
+  if (frame <= k) return { crops: sizesAt(trace, frame).map((size, c) => plain(trace.crops[c], size)), now: pick(trace, frame) };
+  const crops = sizesAt(trace, k).map((size, c) => plain(trace.crops[c], size));
   let left = frame - k;
-  keptAt(walk, k).forEach((final, c) => {
+  keptAt(trace, k).forEach((final, c) => {
     for (const [out, into] of final.swaps) {
       if (left <= 0) return;
       crops[c].kept.delete(out);
@@ -65,16 +65,16 @@ export function frameAt(walk, k, frame) {
       left -= 1;
     }
   });
-  return { crops, now: swapAt(walk, k, frame - k) };
+  return { crops, now: swapAt(trace, k, frame - k) };
 }
 
-function pick(walk, k) {
-  return k ? { crop: walk.order[k - 1][0], token: walk.order[k - 1][1] } : null;
+function pick(trace, k) {
+  return k ? { crop: trace.order[k - 1][0], token: trace.order[k - 1][1] } : null;
 }
 
-function swapAt(walk, k, count) {
+function swapAt(trace, k, count) {
   let left = count;
-  const final = keptAt(walk, k);
+  const final = keptAt(trace, k);
   for (let c = 0; c < final.length; c += 1) {
     for (const swap of final[c].swaps) {
       left -= 1;
@@ -110,24 +110,24 @@ export function layers(perLayer) {
   return { alike: runs.length < 2, text: runs.map(([count, times]) => `${count} × ${times}`).join(', '), mean };
 }
 
-export function criterion(walk, c, token, state) {
-  if (!walk.anytime) {
+export function criterion(trace, c, token, state) {
+  if (!trace.anytime) {
     const region = regionOf(state, token);
     return region && region.crop === c && region.token === token ? 'merged' : 'other';
   }
-  const at = walk.crops[c].at[token];
-  return at >= 0 && at < state.size ? walk.crops[c].criterion[at] : 'other';
+  const at = trace.crops[c].at[token];
+  return at >= 0 && at < state.size ? trace.crops[c].criterion[at] : 'other';
 }
 
 // A word's relevance: the best kept affinity of its rows beside the best that any token has.
-export function wordRelevance(walk, word, crops) {
+export function wordRelevance(trace, word, crops) {
   let held = 0;
   let best = 0;
   for (const row of word.rows) {
     let own = 0;
     let top = 0;
     crops.forEach((crop, c) => {
-      const { columns, values } = walk.affinity[c];
+      const { columns, values } = trace.affinity[c];
       for (let token = 0; token < columns; token += 1) {
         const value = values[row * columns + token];
         if (value > top) top = value;
@@ -140,8 +140,8 @@ export function wordRelevance(walk, word, crops) {
   return { held: held / Math.max(1, word.rows.length), share: best ? held / best : 0 };
 }
 
-export function wordHeat(walk, word, c) {
-  const { columns, values } = walk.affinity[c];
+export function wordHeat(trace, word, c) {
+  const { columns, values } = trace.affinity[c];
   const heat = new Float32Array(columns);
   for (const row of word.rows) for (let token = 0; token < columns; token += 1) heat[token] += values[row * columns + token];
   return heat;
@@ -154,7 +154,7 @@ export function ordinal(number) {
 }
 
 // When and why a token was picked, what it covers, what it gained.
-export function explain(walk, c, token, state, k) {
+export function explain(trace, c, token, state, k) {
   const lines = [];
   const kept = state.kept.has(token);
   const covers = state.owners.reduce((sum, owner) => sum + (owner === token), 0);
@@ -164,10 +164,10 @@ export function explain(walk, c, token, state, k) {
     const place = region.crop < 0 ? 'a newline' : region.crop === c ? `token ${region.token}` : `token ${region.token} of view ${region.crop + 1}`;
     lines.push(['why', itself ? `Made of ${region.size} tokens (outlined).` : `Merged with ${region.size - 1} others, at the place of ${place}.`]);
     if (!itself) return lines;
-  } else if (!walk.anytime) {
+  } else if (!trace.anytime) {
     lines.push(['why', kept ? 'Kept.' : 'Dropped.']);
   } else {
-    const crop = walk.crops[c];
+    const crop = trace.crops[c];
     const at = crop.at[token];
     const swap = state.swaps.find((entry) => entry[1] === token);
     const gone = state.swaps.find((entry) => entry[0] === token);
@@ -175,7 +175,7 @@ export function explain(walk, c, token, state, k) {
       lines.push(['why', 'Padding: it may not be kept.']);
       return lines;
     }
-    const rank = ordinal(walk.rank[c][token] + 1);
+    const rank = ordinal(trace.rank[c][token] + 1);
     if (swap && kept) {
       lines.push(['why', `Swapped in for token ${swap[0]}.`], ['', `R + C rose from ${swap[2].toFixed(4)} to ${swap[3].toFixed(4)}.`]);
     } else {
@@ -193,8 +193,8 @@ export function explain(walk, c, token, state, k) {
   } else if (state.owners[token] >= 0) {
     lines.push(['soft', `Its place is covered best by token ${state.owners[token]}.`]);
   }
-  const words = walk.words.filter((word) => word.rows.some((row) => {
-    const { columns, values } = walk.affinity[c];
+  const words = trace.words.filter((word) => word.rows.some((row) => {
+    const { columns, values } = trace.affinity[c];
     let top = token;
     for (const other of state.kept) if (values[row * columns + other] > values[row * columns + top]) top = other;
     return kept && top === token;

@@ -1,4 +1,4 @@
-"""What the inspector holds: pictures that the model has seen, questions on them, and what methods left of them."""
+"""The inspector's state: encoded pictures, questions on them, and the pruned views of methods."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Picture:
 
 
 @dataclass(eq=False)
-class Asked:
+class Query:
     """A question on a picture: its words, their embeddings, and the runs that were made for it."""
 
     words: list[str]
@@ -69,8 +69,8 @@ class Asked:
 
 
 @dataclass(frozen=True, eq=False)
-class Left:
-    """What a method left of a picture, and the tokens that entered each layer of the language model."""
+class PrunedView:
+    """A picture as a method pruned it, and the tokens that entered each layer of the language model."""
 
     reduction: Reduction
     per_layer: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What the encoder saw of a picture, from the pixels that the processor made."""
+"""The views of a picture that the encoder saw, from the pixels that the processor made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stacktok.core.tokens import EncodedImage
 _LARGEST = 2048
 
 
-def seen_pictures(image: Image.Image, encoded: EncodedImage, pixels: torch.Tensor, worker: Any) -> list[Image.Image]:
+def encoder_views(image: Image.Image, encoded: EncodedImage, pixels: torch.Tensor, worker: Any) -> list[Image.Image]:
     """One picture per crop, on which its grid of tokens lies.
 
     Parameters

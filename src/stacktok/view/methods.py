@@ -1,4 +1,4 @@
-"""Which methods the page offers."""
+"""The methods that the page offers."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 
-class Recent(OrderedDict[K, T]):
+class LRUCache(OrderedDict[K, T]):
     """The last few results, made when they are not there.
 
     Parameters
