@@ -35,7 +35,7 @@ from stacktok.methods import (
     paper_budgets,
 )
 from stacktok.methods.cells import cells
-from stacktok.methods.divprune import cosine_distances
+from stacktok.methods.divprune import cosine_distances, cosines
 from tests.models.by_hand import crops_of, query_rows
 from tests.tiny import MROPE, build, picture
 
@@ -145,6 +145,16 @@ def test_distances_of_divprune_are_the_same_both_ways_and_for_copies(seed: int, 
     assert np.array_equal(distances, distances.T)
     first = np.array([kinds.tolist().index(kind) for kind in kinds.tolist()])
     assert np.array_equal(distances, distances[first][:, first])
+
+
+def test_cosines_of_a_large_image_are_those_of_its_pairs() -> None:
+    """Larger than the blocks in which they are computed."""
+    rows = torch.randn(1100, 9, generator=torch.Generator().manual_seed(0))
+    rows[1000] = rows[3]
+    found, z = cosines(rows, "rows"), torch.from_numpy(np.array(unit(rows)))
+    torch.testing.assert_close(found.double(), z @ z.T, rtol=0, atol=1e-6)
+    assert torch.equal(found, found.T)
+    assert torch.equal(found[1000], found[3])
 
 
 def slow_cdpruner(crops: list[Any], query: Any, k: int, theta: float | None) -> list[list[int]]:

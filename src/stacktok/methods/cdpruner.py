@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from stacktok.core.affinity import row_norms
 from stacktok.core.budget import Budget
 from stacktok.core.inputs import Mask
-from stacktok.core.tokens import EncodedCrop, EncodedImage, Ints, Reduction
+from stacktok.core.tokens import EncodedCrop, EncodedImage, Reduction
 from stacktok.methods.base import Prepared
 from stacktok.methods.choice import Choice
 from stacktok.methods.crop_methods import CropMethod, Crops
+from stacktok.methods.divprune import cosines
 from stacktok.methods.info import MethodInfo
 
 # Of a token's own entry in the kernel: a factor below this is rounding of 0, the set already spans the token.
@@ -73,17 +74,17 @@ class CDPruner(CropMethod):
         """The weights of every crop's tokens in the kernel, (n_c,) each."""
         if query is None or not len(query):
             return [np.ones(crop.n) for crop in crops]
-        rows = self.unit(query, "query")
-        cosines = [rows @ self.unit(crop.projected, "projected").T for crop in crops]
-        relevance = np.concatenate([found.double().mean(0).cpu().numpy() for found in cosines])
+        rows = query.float() / self.norms(query, "query")[:, None]
+        products = [rows @ crop.projected.float().T / self.norms(crop.projected, "projected") for crop in crops]
+        relevance = np.concatenate([found.double().mean(0).cpu().numpy() for found in products])
         weight = scaled(relevance, np.concatenate([crop.eligible for crop in crops]))
         if self.theta is not None:
             weight = np.exp(self.theta / (2 * (1 - self.theta)) * weight)
         return np.split(weight, np.cumsum([crop.n for crop in crops])[:-1])
 
-    def unit(self, rows: torch.Tensor, name: str) -> torch.Tensor:
-        """Rows divided by their norms, (n, d), in float32; ``name`` is what error messages call them."""
-        return rows.float() / row_norms(rows, name).float().clamp_min(self.norm_epsilon)[:, None]
+    def norms(self, rows: torch.Tensor, name: str) -> torch.Tensor:
+        """Norms of rows, (n,), in float32 and not below the floor; ``name`` is what error messages call the rows."""
+        return row_norms(rows, name).float().clamp_min(self.norm_epsilon)
 
 
 class PreparedSimilarity(Prepared):
@@ -94,24 +95,26 @@ class PreparedSimilarity(Prepared):
         self.method = method
         self.similarity = []
         for crop in image.crops:
-            unit = method.unit(crop.projected, "projected")
-            cosines: NDArray[np.float32] = (unit @ unit.T).cpu().numpy()
+            found: NDArray[np.float32] = cosines(crop.projected, "projected", method.norm_epsilon).cpu().numpy()
             # Rounding must not rank tokens by their similarity to themselves; only a token of zeros has none.
-            np.fill_diagonal(cosines, np.diag(cosines) > 0.5)
-            self.similarity.append(cosines)
+            np.fill_diagonal(found, np.diag(found) > 0.5)
+            self.similarity.append(found)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the similarities."""
-        return sum(cosines.nbytes for cosines in self.similarity)
+        return sum(similarity.nbytes for similarity in self.similarity)
 
     def reduce(self, query: torch.Tensor | None, budget: Budget) -> Reduction:
         """The greedy maximum a posteriori set of every crop, with relevance on one scale."""
+        # Compiled kernels load when they run: naming a method must not.
+        from stacktok.kernels.diversity import greedy_map
+
         crops, shares = self.image.crops, self.method.shares(self.image, budget)
         weights = self.method.relevance(crops, query)
         choices = [
-            Choice.of(greedy_map(weight[:, None] * cosines.astype(np.float64) * weight, crop.eligible, k), crop.n)
-            for crop, cosines, weight, k in zip(crops, self.similarity, weights, shares, strict=True)
+            Choice.of(greedy_map(similarity, weight, crop.eligible, k, _ZERO), crop.n)
+            for crop, similarity, weight, k in zip(crops, self.similarity, weights, shares, strict=True)
         ]
         return self.method.arrange(self.image, choices)
 
@@ -124,31 +127,3 @@ def scaled(relevance: NDArray[np.float64], eligible: Mask) -> NDArray[np.float64
     low, high = among.min(), among.max()
     found: NDArray[np.float64] = np.maximum(relevance - low + 1e-6, 0.0) / (high - low)
     return found
-
-
-def greedy_map(kernel: NDArray[np.float64], candidates: Mask, k: int) -> Ints:
-    """Greedy order, (k,), by the factor that each token brings to the determinant; ties to the lowest index.
-
-    Parameters
-    ----------
-    kernel
-        Positive semidefinite, (n, n).
-    candidates
-        Which tokens may be picked, (n,).
-    k
-        Number of picks, at most the number of candidates.
-    """
-    factor = np.diag(kernel).copy()
-    zero = _ZERO * factor
-    rows = np.zeros((k, len(kernel)))
-    order = np.empty(k, dtype=np.int64)
-    left = candidates.copy()
-    for step in range(k):
-        gains = np.where(left, np.where(factor > zero, factor, 0.0), -1.0)
-        token = int(gains.argmax())
-        order[step] = token
-        left[token] = False
-        if gains[token] > 0:
-            rows[step] = (kernel[token] - rows[:step, token] @ rows[:step]) / np.sqrt(factor[token])
-            factor -= rows[step] ** 2
-    return order
