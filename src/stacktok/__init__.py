@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stacktok.core.affinity import affinities
     from stacktok.core.batch import select_batch
+    from stacktok.core.budget import Coverage
     from stacktok.core.crops import (
         Crop,
         PreparedCrops,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Coverage",
     "Crop",
     "CropSelection",
     "Parameters",
@@ -49,6 +51,7 @@ __all__ = [
 _HOMES = {
     "stacktok.core.affinity": ("affinities",),
     "stacktok.core.batch": ("select_batch",),
+    "stacktok.core.budget": ("Coverage",),
     "stacktok.core.crops": (
         "Crop",
         "PreparedCrops",

@@ -13,8 +13,10 @@ import typer
 from stacktok.cli.common import (
     MODEL_HELP,
     SET_HELP,
+    SETTINGS_HELP,
     check_dtype,
     load,
+    load_settings,
     model_path,
     open_image,
     parse_settings,
@@ -29,9 +31,10 @@ def ask(
     image: Annotated[Path, typer.Option(help="Picture file.")],
     question: Annotated[str, typer.Option(help="What to ask.")],
     model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
-    method: Annotated[str, typer.Option(help="How to prune; see `methods`.")] = "stacktok",
+    method: Annotated[str | None, typer.Option(help="How to prune, see `methods`; stacktok if not given.")] = None,
     budget: Annotated[str | None, typer.Option(help="Tokens to keep: 64, 0.2 or 20%; 64 if not given.")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help=SET_HELP)] = None,
+    settings_file: Annotated[Path | None, typer.Option("--settings", help=SETTINGS_HELP)] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Also answer with all tokens.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
     dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
@@ -48,15 +51,23 @@ def ask(
         from stacktok.methods.settings import KEPT, build_methods
         from stacktok.models.prompt import prompt_inputs
 
-        (plain,) = build_methods([method], own, KEPT if budget is None else None).values()
-        chosen = replace(plain, budget=tokens)
+        if settings_file is not None:
+            chosen = load_settings(settings_file, method=method, budget=budget, set=settings)
+            tokens = chosen.budget
+        else:
+            (plain,) = build_methods([method or "stacktok"], own, KEPT if budget is None else None).values()
+            chosen = replace(plain, budget=tokens)
         loaded, processor = load(name, dtype, device, quiet=as_json)
         inputs = prompt_inputs(processor, picture, question, loaded)
         console = stderr()
         with console.status("answering") if not as_json else console.capture():
             result = answer(loaded, processor, inputs, chosen, max_new_tokens, question=question, compare=compare)
-    result = {"model": name, "question": question, "method": chosen.info.name, "budget": tokens, **result}
+    result = {"model": name, "question": question, "method": chosen.info.name, "budget": _plain(tokens), **result}
     print(json.dumps(result)) if as_json else _show(result)
+
+
+def _plain(budget: Any) -> Any:
+    return budget if isinstance(budget, (int, float, str)) else str(budget)
 
 
 def answer(

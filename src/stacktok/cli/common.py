@@ -84,6 +84,20 @@ def parse_settings(texts: Sequence[str] | None) -> dict[str, Any]:
     return settings
 
 
+SETTINGS_HELP = "A file that `stacktok tune` wrote, in place of method, budget and parameters."
+
+
+def load_settings(path: Path, **others: object) -> Any:
+    """The method in a settings file; options that say the same thing are an error."""
+    for name, value in others.items():
+        if value:
+            raise ValueError(f"settings {path} says what {name} says; leave --{name} out")
+
+    from stacktok.methods.settings import load as read
+
+    return read(path)
+
+
 def check_dtype(name: str) -> None:
     """Refuse an unknown type of weights."""
     if name not in DTYPES:

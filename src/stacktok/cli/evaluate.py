@@ -16,6 +16,9 @@ def evaluate(
     engine: Annotated[str | None, typer.Option(help="lmms-eval, or loop for the scenes without it.")] = None,
     limit: Annotated[int | None, typer.Option(help="Items per task.")] = None,
     scenes: Annotated[int | None, typer.Option(help="Scenes that tasks on scenes ask about.")] = None,
+    settings: Annotated[
+        Path | None, typer.Option(help="A file of `stacktok tune`: run it in place of the methods.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; the GPU if there is one.")] = None,
     processes: Annotated[int, typer.Option(help="Data-parallel processes inside a cell (torchrun).")] = 1,
     ray: Annotated[str | None, typer.Option(help="Address of a Ray cluster over which cells are spread.")] = None,
@@ -31,7 +34,9 @@ def evaluate(
             for name, text in shipped_plans().items():
                 print(f"{name}: {text}")
             return
-        given = {"engine": engine, "limit": limit, "scenes": scenes}
+        given: dict[str, Any] = {"engine": engine, "limit": limit, "scenes": scenes}
+        if settings is not None:
+            given["methods"] = [_method_part(settings)]
         loaded = load_plan(plan, {name: value for name, value in given.items() if value is not None})
         console = stderr()
 
@@ -50,6 +55,16 @@ def evaluate(
                 report=report,
             )
     print(results.folder)
+
+
+def _method_part(path: Path) -> dict[str, Any]:
+    """A settings file as the one method of a plan."""
+    from stacktok.methods.settings import load, method_name, own_parameters
+
+    chosen = load(path)
+    budget = chosen.budget if isinstance(chosen.budget, (int, float, str)) else str(chosen.budget)
+    part = {"name": path.stem, "method": method_name(chosen), "settings": own_parameters(chosen), "budgets": [budget]}
+    return part | ({} if chosen.positions is None else {"positions": [chosen.positions]})
 
 
 def report(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from stacktok.cli.common import MODEL_HELP, model_path, user_errors
+from stacktok.cli.common import MODEL_HELP, SETTINGS_HELP, load_settings, model_path, user_errors
 from stacktok.core.budget import parse_budget
 
 
@@ -18,9 +19,12 @@ def serve(
         str | None,
         typer.Argument(help=f"{MODEL_HELP} Goes before any flag of vLLM."),
     ] = None,
-    budget: Annotated[str, typer.Option(help="Tokens to keep per image: 64, 0.2, 20%, or all.")] = "64",
-    method: Annotated[str, typer.Option(help="How to prune; see `methods`.")] = "stacktok",
-    parameters: Annotated[str, typer.Option(help="The method's own parameters, as JSON.")] = "{}",
+    budget: Annotated[
+        str | None, typer.Option(help="Tokens to keep per image: 64, 0.2, 20%, or all; 64 if not given.")
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="How to prune, see `methods`; stacktok if not given.")] = None,
+    parameters: Annotated[str | None, typer.Option(help="The method's own parameters, as JSON.")] = None,
+    settings_file: Annotated[Path | None, typer.Option("--settings", help=SETTINGS_HELP)] = None,
     cache_megabytes: Annotated[float, typer.Option(min=0, help="Cache of unpruned encoder outputs.")] = 512,
     host: Annotated[str, typer.Option(help="Where to listen; this machine alone by default.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Where to listen.")] = 8000,
@@ -35,11 +39,13 @@ def serve(
     """Serve a model with vLLM and pruned image tokens; all other flags go to vLLM as they are."""
     with user_errors():
         settings: dict[str, Any] = {
-            "budget": None if budget == "all" else parse_budget(budget),
-            "method": method,
-            "parameters": _json("parameters", parameters),
+            "budget": None if budget == "all" else parse_budget(budget or "64"),
+            "method": method or "stacktok",
+            "parameters": _json("parameters", parameters or "{}"),
             "cache_megabytes": cache_megabytes,
         }
+        if settings_file is not None:
+            settings |= _from_file(settings_file, method=method, budget=budget, parameters=parameters)
         if find_spec("vllm") is None:
             raise ValueError("this command needs vLLM: pip install 'stacktok[vllm]' (on a CPU: docs/serving.md)")
 
@@ -63,6 +69,22 @@ def serve(
     if not log_json:
         typer.echo(launch.summary(name, settings, host, port, passed))
     launch.serve(flags)
+
+
+def _from_file(path: Path, **others: object) -> dict[str, Any]:
+    """A settings file as a server's settings, refused where vLLM cannot do what it says."""
+    from stacktok.methods.settings import method_name, own_parameters
+    from stacktok.serving.settings import Settings
+
+    chosen = load_settings(path, **others)
+    positions = {} if chosen.positions is None else {"positions": chosen.positions}
+    found = {
+        "budget": chosen.budget,
+        "method": method_name(chosen),
+        "parameters": {**own_parameters(chosen), **positions},
+    }
+    Settings.read(found)
+    return found
 
 
 def _json(name: str, text: str) -> dict[str, Any]:

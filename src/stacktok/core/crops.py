@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stacktok.core.affinity import QueryAffinity, query_affinities
-from stacktok.core.budget import Budget, resolve_budget
-from stacktok.core.greedy import CoverageReference, GreedyRun
+from stacktok.core.budget import Budget, Coverage, resolve_budget
+from stacktok.core.greedy import CoverageReference, GreedyRun, adaptive_size
 from stacktok.core.inputs import Array, Eligible, check_list, check_same_device
 from stacktok.core.parameters import Parameters, Settings
 from stacktok.core.record import CropSelection
@@ -147,7 +147,9 @@ def _select(
     """Spend a budget over crops, Algorithm 2 or fixed quotas, and refine each crop by itself."""
     references = [reference for reference, _ in units]
     capacities = [reference.capacity for reference in references]
-    total = resolve_budget(budget, sum(reference.n for reference in references), sum(capacities))
+    adaptive = Coverage.of(budget)
+    bound = budget if adaptive is None else adaptive.at_most
+    total = resolve_budget(bound, sum(reference.n for reference in references), sum(capacities))
     horizons = [min(total, capacity) for capacity in capacities]
     limits = horizons
     if parameters.allocation != "shared":
@@ -168,7 +170,7 @@ def _select(
     won = np.bincount(winners, minlength=len(runs)).tolist()
     selections = tuple(run.record(size) for run, size in zip(runs, won, strict=True))
     shared = parameters.allocation == "shared"
-    return CropSelection(
+    found = CropSelection(
         k=total,
         crops=selections,
         order=tuple(zip(winners.tolist(), nominees[np.arange(total), winners].tolist(), strict=True)),
@@ -176,6 +178,9 @@ def _select(
         nominee_gain=nominee_gain,
         _not_anytime=selections[0]._not_anytime or ("" if shared else f'allocation="{parameters.allocation}"'),
     )
+    if adaptive is None:
+        return found
+    return found.prefix(adaptive_size(adaptive, runs, np.vstack([sizes, [won]])), refine=True)
 
 
 def apportion(total: int, weights: Sequence[Fraction], capacities: Sequence[int]) -> list[int]:

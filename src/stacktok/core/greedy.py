@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from stacktok.core import reference as reference_backend
 from stacktok.core.affinity import Affinity, QueryAffinity
+from stacktok.core.budget import Coverage
 from stacktok.core.inputs import Mask
 from stacktok.core.parameters import Parameters
 from stacktok.core.record import Selection
@@ -74,6 +76,11 @@ class CoverageReference:
         self.state = get_backend(backend).precompute(vision_affinity, eligible)
         # n C^ref_t from t = 0 on, as far as it has been asked for.
         self._curve: Floats = np.zeros(1)
+
+    @cached_property
+    def whole(self) -> float:
+        """N C of all eligible positions."""
+        return coverage_sum(torch.from_numpy(self.vision_affinity), np.flatnonzero(self.eligible).tolist())
 
     @property
     def nbytes(self) -> int:
@@ -173,6 +180,11 @@ class GreedyRun:
         """H of every pick, Eq. (crop-nominee)."""
         return nominee_gains(self.steps, *self.query_affinity.shape)
 
+    def saturated(self) -> float:
+        """M R of all eligible positions: what relevance is where no further token raises it."""
+        eligible = np.flatnonzero(self.reference.eligible).tolist()
+        return coverage_sum(torch.from_numpy(self.query_affinity), eligible, self.depth)
+
     def record(self, k: int) -> Selection:
         """The record at k tokens, at most the run's, with swaps if the parameters ask for them."""
         m, n = self.query_affinity.shape
@@ -230,6 +242,27 @@ class GreedyRun:
             final_relevance=coverage_sum(query, kept, self.depth) / max(1, selection.m),
             final_coverage=coverage_sum(vision, kept) / selection.n,
         )
+
+
+def adaptive_size(budget: Coverage, runs: Sequence[GreedyRun], sizes: Ints) -> int:
+    """Smallest number of steps after which coverage reaches the budget's share and relevance has saturated.
+
+    Parameters
+    ----------
+    budget
+        The budget.
+    runs
+        Of every crop.
+    sizes
+        Tokens of every crop after 0, 1, ... steps, (k + 1, L). Where no number of steps is enough, it is k.
+    """
+    # Sums are exact on the affinities' grid, so that saturation is equality.
+    covered = sum(run.steps.coverage[own] for run, own in zip(runs, sizes.T, strict=True))
+    relevant = sum(run.steps.relevance[own] for run, own in zip(runs, sizes.T, strict=True))
+    enough = (covered >= budget.share * sum(run.reference.whole for run in runs)) & (
+        relevant >= sum(run.saturated() for run in runs)
+    )
+    return int(np.argmax(enough)) if np.any(enough) else len(sizes) - 1
 
 
 def _rule(query_affinity: QueryAffinity, parameters: Parameters) -> Rule:

@@ -19,8 +19,8 @@ from stacktok.core.affinity import (
     row_norms,
     vision_affinity,
 )
-from stacktok.core.budget import Budget, resolve_budget
-from stacktok.core.greedy import CoverageReference, GreedyRun
+from stacktok.core.budget import Budget, Coverage, resolve_budget
+from stacktok.core.greedy import CoverageReference, GreedyRun, adaptive_size
 from stacktok.core.inputs import Array, Eligible, Mask, check_same_device, eligible_mask
 from stacktok.core.parameters import Parameters, Settings
 from stacktok.core.record import Selection
@@ -110,8 +110,7 @@ class PreparedImage:
             Parameters that differ from those of `prepare`; ``tau_vision``, ``norm_epsilon`` and ``backend`` cannot.
         """
         parameters = question_parameters(self.parameters, dict(settings))
-        k = resolve_budget(budget, self.n, self.reference.capacity)
-        return _select(self.reference, self.query_affinity(query, parameters), parameters, k)
+        return _select(self.reference, self.query_affinity(query, parameters), parameters, budget)
 
 
 def prepare(vision: Array, projected: Array, eligible: Eligible = None, **settings: Unpack[Settings]) -> PreparedImage:
@@ -192,13 +191,17 @@ def select_from_affinities(
     """
     parameters = Parameters.of(settings)
     reference, a_qv = given_unit(query_affinity, vision_affinity, eligible, parameters)
-    return _select(reference, a_qv, parameters, resolve_budget(budget, reference.n, reference.capacity))
+    return _select(reference, a_qv, parameters, budget)
 
 
-def _select(reference: CoverageReference, query: QueryAffinity, parameters: Parameters, k: int) -> Selection:
-    """Algorithm 1 to k tokens, and the swaps."""
+def _select(reference: CoverageReference, query: QueryAffinity, parameters: Parameters, budget: Budget) -> Selection:
+    """Algorithm 1 to the budget, and the swaps."""
+    adaptive = Coverage.of(budget)
+    k = resolve_budget(budget if adaptive is None else adaptive.at_most, reference.n, reference.capacity)
     (run,) = GreedyRun.run([(reference, query)], parameters, k, [k], [k])
-    return run.record(k)
+    if adaptive is None:
+        return run.record(k)
+    return run.record(k).prefix(adaptive_size(adaptive, [run], np.arange(k + 1)[:, None]), refine=True)
 
 
 def given_unit(

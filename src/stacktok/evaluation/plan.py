@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from stacktok.core.budget import Budget, budget_share
+from stacktok.core.budget import Budget, check_budget
 
 FULL = "Vanilla"
 """Name of the unpruned model in tables, as in the paper."""
@@ -27,7 +27,7 @@ def is_scenes(task: str) -> bool:
 def _checked_budget(value: Any) -> Any:
     if isinstance(value, (int, float, str)):
         try:
-            budget_share(value)
+            check_budget(value)
         except TypeError as error:
             # pydantic gathers ValueErrors alone.
             raise ValueError(str(error)) from None

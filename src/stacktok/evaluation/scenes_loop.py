@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from stacktok.core.budget import Budget, resolve_budget
+from stacktok.core.budget import Budget, Coverage, resolve_budget
 from stacktok.core.record import CropSelection, Selection
 from stacktok.core.tokens import Reduction
 from stacktok.evaluation.answering import Answerer, PruningLog, question_prompt
@@ -276,8 +276,11 @@ def reductions(
         Tokens to keep.
     """
     image = prepared.image
-    sizes = {budget: resolve_budget(budget, image.n, image.capacity) for budget in budgets}
     found: dict[Budget | None, Reduction | None] = {}
+    for budget in (own for own in budgets if Coverage.of(own) is not None):
+        (kept,) = method.reduce_prompt([prepared], query, budget)
+        found[budget] = replace(kept, record=_detached(kept.record))
+    sizes = {budget: resolve_budget(budget, image.n, image.capacity) for budget in budgets if budget not in found}
     largest: Reduction | None = None
     for budget, k in sorted(sizes.items(), key=lambda pair: -pair[1]):
         shorter = None if largest is None else _prefix(largest.record, k)

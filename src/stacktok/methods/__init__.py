@@ -19,6 +19,7 @@ from stacktok.methods.random_tokens import RandomTokens
 from stacktok.methods.registry import available, method_class
 from stacktok.methods.rows import ABLATIONS, PAPER_BUDGETS, ablation, at_depth, paper_budgets
 from stacktok.methods.scope import SCOPE
+from stacktok.methods.settings import load
 from stacktok.methods.sparsevlm import SparseVLM
 from stacktok.methods.stacktok import StackTok
 from stacktok.methods.uniform_grid import UniformGrid
@@ -59,6 +60,7 @@ __all__ = [
     "ablation",
     "at_depth",
     "available",
+    "load",
     "method_class",
     "paper_budgets",
 ]

@@ -14,11 +14,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
-from stacktok.core.budget import Budget, budget_share
+from stacktok.core.budget import Budget, Coverage, budget_share, check_budget
 from stacktok.core.tokens import EncodedImage, Reduction
 from stacktok.methods.info import MethodInfo
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from typing_extensions import Self
+
     from stacktok.models.base import ModelAdapter
     from stacktok.runtime.attach import Attachment
 
@@ -32,7 +36,8 @@ class Method(ABC):
     Parameters
     ----------
     budget
-        Tokens to keep per image: a count, a fraction in (0, 1], a percentage such as "20%"; None bypasses everything.
+        Tokens to keep per image: a count, a fraction in (0, 1], a percentage such as "20%"; where the
+        method adapts, also a `Coverage`. None bypasses everything.
     positions
         "compact" numbers the pruned sequence from 0, "kept" leaves every token its original position; None follows the
         model family: compact for Llama-type language models, kept for M-RoPE.
@@ -51,6 +56,8 @@ class Method(ABC):
         Whether tokens of a question's word that are nothing but a space are query rows too.
     info
         What tables say about it.
+    adapts
+        Whether the budget may be a `Coverage`.
     revision
         Raised when results change under the same parameters, so that evaluations of older ones are run again.
     """
@@ -62,6 +69,7 @@ class Method(ABC):
     keeps_blank_rows: ClassVar[bool] = False
     info: ClassVar[MethodInfo] = MethodInfo(name="unnamed", paper="")
     revision: ClassVar[int] = 1
+    adapts: ClassVar[bool] = False
 
     budget: Budget | None = None
     positions: Positions | None = None
@@ -74,9 +82,23 @@ class Method(ABC):
                 f"{type(self).__name__}(budget=64)(model, processor)"
             )
         if self.budget is not None:
-            budget_share(self.budget)
+            check_budget(self.budget)
+            if not self.adapts and Coverage.of(self.budget) is not None:
+                budget_share(self.budget)
         if self.positions not in (None, "compact", "kept"):
             raise ValueError(f"positions={self.positions!r} is not known; use 'compact', 'kept' or None")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """The method in a settings file, if it is one of this class; see `stacktok.methods.load`."""
+        from stacktok.methods.settings import load
+
+        found = load(path)
+        if not isinstance(found, cls):
+            raise ValueError(
+                f"settings {path} is for {type(found).__name__}, not {cls.__name__}; use stacktok.methods.load"
+            )
+        return found
 
     def __call__(self, model: Any, processor: Any, *, adapter: ModelAdapter | None = None) -> Attachment:
         """Attach to a transformers model, as a context manager: ``with StackTok(budget=64)(model, processor): ...``.

@@ -1,11 +1,13 @@
-"""Methods from their names and from parameters by name."""
+"""Methods from their names, from parameters by name, and from settings files."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any
 
+from stacktok.core.budget import Budget, Coverage
 from stacktok.core.limits import shown
 from stacktok.methods.base import Method
 from stacktok.methods.registry import available, method_class
@@ -47,3 +49,99 @@ def build_methods(
         own |= {key[len(name) + 1 :]: value for key, value in settings.items() if key.lower().startswith(f"{name}.")}
         built[name] = kind(**own)
     return built
+
+
+FORMAT = 1
+"""Of settings files."""
+
+_ENTRIES = ("stacktok", "model", "method", "budget", "positions", "parameters", "measured")
+
+
+def load(path: str | Path) -> Method:
+    """The method that a settings file describes, budget included; `stacktok tune` writes such files.
+
+    Parameters
+    ----------
+    path
+        A YAML file with ``stacktok: 1``, ``method`` and ``budget``, and where they differ from the defaults
+        ``positions`` and ``parameters``; ``model`` and ``measured`` say where it comes from and change nothing.
+    """
+    import yaml
+
+    source = Path(path)
+    try:
+        values = yaml.safe_load(source.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise ValueError(
+            f"settings {source} cannot be read ({reason}); give a file that `stacktok tune` wrote"
+        ) from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark is not None else ""
+        raise ValueError(f"settings {source}{where} is not YAML; give a file that `stacktok tune` wrote") from None
+    if not isinstance(values, dict) or values.get("stacktok") != FORMAT:
+        raise ValueError(f"settings {source} does not begin with 'stacktok: {FORMAT}'; give a file of `stacktok tune`")
+    for name in values:
+        if name not in _ENTRIES:
+            raise ValueError(f"settings {source} has the entry {shown(name)}; it may have {', '.join(_ENTRIES)}")
+    if "method" not in values or "budget" not in values:
+        raise ValueError(f"settings {source} has no method or no budget; give both")
+    own, positions = values.get("parameters") or {}, values.get("positions")
+    if not isinstance(own, dict):
+        raise ValueError(
+            f"settings {source} has parameters={shown(own)}; give a mapping such as {{relevance_depth: 8}}"
+        )
+    kind = method_class(str(values["method"]))
+    budget = values["budget"]
+    try:
+        return kind(
+            budget=Coverage.of(budget) or budget, **own | ({} if positions is None else {"positions": positions})
+        )
+    except TypeError as error:
+        raise ValueError(f"settings {source} cannot be used: {error}") from None
+
+
+def method_name(method: Method) -> str:
+    """A method's name in the registry."""
+    for name, kind in available().items():
+        if type(method) is kind:
+            return name
+    raise ValueError(f"{type(method).__name__} is not registered; see docs/add-a-method.md")
+
+
+def own_parameters(method: Method) -> dict[str, Any]:
+    """Parameters that differ from the method's defaults; budget and positions left out."""
+    found = {}
+    for field in fields(method):
+        value = getattr(method, field.name)
+        if field.name not in ("budget", "positions") and (field.default is MISSING or value != field.default):
+            found[field.name] = value
+    return found
+
+
+def settings_text(method: Method, *, model: str | None = None, measured: Mapping[str, Any] | None = None) -> str:
+    """The settings file of a method; see `load`.
+
+    Parameters
+    ----------
+    method
+        With its budget.
+    model
+        The model that it was chosen for.
+    measured
+        What was measured of it, as plain values.
+    """
+    import yaml
+
+    budget: Budget | None = method.budget
+    values: dict[str, Any] = {"stacktok": FORMAT}
+    if model is not None:
+        values["model"] = model
+    values |= {"method": method_name(method), "budget": str(budget) if isinstance(budget, Coverage) else budget}
+    if method.positions is not None:
+        values["positions"] = method.positions
+    own = own_parameters(method)
+    values |= ({"parameters": own} if own else {}) | ({"measured": dict(measured)} if measured else {})
+    text: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return text

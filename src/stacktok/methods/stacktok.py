@@ -30,6 +30,7 @@ class StackTok(FeatureMethod):
     """
 
     query_aware = True
+    adapts = True
     info = MethodInfo(
         name="StackTok",
         paper="StackTok, the paper of this package",

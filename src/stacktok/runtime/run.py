@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from stacktok.core.budget import Budget, budget_share
+from stacktok.core.budget import Budget, check_budget
 from stacktok.core.limits import QUERY_CHARACTERS, check_text
 from stacktok.core.tokens import EncodedImage, Reduction
 
@@ -128,7 +128,7 @@ class Pruned:
     @budget.setter
     def budget(self, budget: Budget | None) -> None:
         if budget is not None:
-            budget_share(budget)
+            check_budget(budget)
         self._budget = budget
 
     @property

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from stacktok.core.budget import Budget, budget_share
+from stacktok.core.budget import Budget, Coverage, budget_share
 from stacktok.core.limits import check_text, shown
 from stacktok.methods.base import FeatureMethod
 from stacktok.methods.registry import method_class
@@ -148,6 +148,11 @@ def check_foreign(names: Iterable[str]) -> None:
 
 def check_budget(budget: Any) -> None:
     """Refuse what is no budget, and a budget of nothing: every image of a request needs a placeholder."""
+    if Coverage.of(budget) is not None:
+        raise ValueError(
+            f"budget={shown(str(budget))} cannot be served: vLLM counts the tokens of an image from its size, "
+            "before the encoder has seen it; give a count such as 64 or a percentage such as '20%'"
+        )
     if budget is not None and budget_share(budget) == 0:
         raise ValueError(
             "budget=0 keeps nothing, and vLLM needs a token per image; give at least 1, or leave the image out"
