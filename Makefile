@@ -96,6 +96,7 @@ bench-models: setup
 # Runs the cells of the embedded models that have no result yet, then makes the tables of README and docs/results.md.
 results: setup
 	$(BIN)/stacktok eval embedded-dev --out docs/results
+	$(BIN)/stacktok eval adaptive --out docs/results
 	$(BIN)/stacktok eval embedded --out docs/results
 	$(BIN)/stacktok report docs/results --into README.md --into docs/results.md
 
