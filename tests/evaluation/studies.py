@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,20 @@ SCENES = [{"name": "scenes", "task": "scenes", "metrics": ["exact_match"], "scal
 
 
 def save_tiny(folder: Path, family: str = "llava") -> str:
-    """A tiny checkpoint on disk."""
-    built = tiny.BUILDERS[family]()
+    """A tiny checkpoint on disk, its processor in the files of a published one."""
+    built = tiny.build(family)
+    folder.mkdir(parents=True, exist_ok=True)
     built.model.save_pretrained(folder)
-    if family == "qwen2_5_vl":
-        # A processor without its video half cannot save itself.
-        built.processor.image_processor.save_pretrained(folder)
-        built.processor.tokenizer.save_pretrained(folder)
-        (Path(folder) / "chat_template.jinja").write_text(built.processor.chat_template, encoding="utf-8")
-    else:
-        built.processor.save_pretrained(folder)
+    processor = built.processor
+    images = {key: value for key, value in processor.image_processor.to_dict().items() if value is not None}
+    # Published files name the class that needs torchvision; transformers takes its relative where that is away.
+    images["image_processor_type"] = images["image_processor_type"].removesuffix("Pil")
+    own = {k: v for k, v in processor.to_dict().items() if not isinstance(v, dict) and not k.endswith("_processor")}
+    own.pop("feature_extractor", None)
+    (folder / "preprocessor_config.json").write_text(json.dumps(images))
+    (folder / "processor_config.json").write_text(json.dumps(own))
+    (folder / "chat_template.jinja").write_text(processor.chat_template, encoding="utf-8")
+    processor.tokenizer.save_pretrained(folder)
     return str(folder)
 
 

@@ -57,7 +57,7 @@ def load_model(name: str, dtype: Any = "auto", **options: Any) -> tuple[Any, Any
     transformers: Any = import_module("transformers")
     config = read_config(name)
     try:
-        processor = load_processor(name, config.model_type)
+        processor = load_processor(name, config)
         model = transformers.AutoModelForImageTextToText.from_pretrained(
             name, dtype=dtype, trust_remote_code=False, **options
         )

@@ -1,39 +1,83 @@
-"""A model's processor, for images alone where its video half cannot be had."""
+"""A checkpoint's processor, for images alone where torchvision is not installed.
+
+Without torchvision, transformers refuses the processors of most families: some insist on a video processor, and those of
+Mistral 3 and Gemma 4 cannot be imported at all. Images need none of it.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import Any
 
+# Of this family's processor only the checkpoint's own files know the class.
+_CLASSES = {"glm_ocr": "Glm46VProcessor"}
 
-def load_processor(name: str, model_type: str) -> Any:
-    """The processor of a checkpoint.
 
-    Qwen2.5-VL's needs torchvision for videos and refuses to load without it; there the images' half is loaded.
+def load_processor(name: str, config: Any) -> Any:
+    """The processor of a checkpoint; without torchvision it takes no videos.
 
     Parameters
     ----------
     name
         Folder or hub name.
-    model_type
-        ``config.model_type``.
+    config
+        The model's configuration.
     """
     # The library's own annotations cover a part of what is called here.
     transformers: Any = import_module("transformers")
-    available: Any = import_module("transformers.utils").is_torchvision_available
-    if model_type != "qwen2_5_vl" or available():
-        return transformers.AutoProcessor.from_pretrained(name, trust_remote_code=False)
-    parent: Any = transformers.Qwen2_5_VLProcessor
+    if not import_module("transformers.utils").is_torchvision_available():
+        kind = images_class(config)
+        if kind is not None:
+            return kind.from_pretrained(name, trust_remote_code=False)
+    return transformers.AutoProcessor.from_pretrained(name, trust_remote_code=False)
 
-    class Qwen2_5_VLProcessor(parent):  # type: ignore[misc]  # noqa: N801 - saved under the name that loads it
-        def __init__(
-            self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None, **kwargs: Any
-        ) -> None:
-            for kind in ("image", "video"):
-                token = getattr(tokenizer, f"{kind}_token", f"<|{kind}_pad|>")
-                setattr(self, f"{kind}_token", token)
-                setattr(self, f"{kind}_token_id", tokenizer.convert_tokens_to_ids(token))
-            # The parent's own constructor insists on a video processor; its parent's takes what this one names.
-            super(parent, self).__init__(image_processor, tokenizer, chat_template=chat_template)
 
-    return Qwen2_5_VLProcessor.from_pretrained(name, trust_remote_code=False)
+def images_class(config: Any) -> Any:
+    """The class of a processor for images alone; None where the family's own needs no torchvision."""
+    tower = getattr(getattr(config, "vision_config", None), "model_type", None)
+    if config.model_type == "gemma4" or tower == "pixtral":
+        own: Any = import_module("stacktok.models.image_processors")
+        return own.Gemma4Processor if config.model_type == "gemma4" else own.PixtralProcessor
+    transformers: Any = import_module("transformers")
+    names: Any = import_module("transformers.models.auto.processing_auto").PROCESSOR_MAPPING_NAMES
+    kind = getattr(transformers, _CLASSES.get(config.model_type) or names.get(config.model_type) or "", None)
+    return without_videos(kind) if kind is not None and "video_processor" in kind.get_attributes() else None
+
+
+def without_videos(parent: Any) -> Any:
+    """A processor's class without its video half, under the same name, so that what it saves loads again.
+
+    Parameters
+    ----------
+    parent
+        A class whose constructor takes the video processor third.
+    """
+    mixin: Any = import_module("transformers").ProcessorMixin
+
+    def get_attributes(cls: Any) -> list[str]:
+        return [name for name in super(kind, cls).get_attributes() if name != "video_processor"]
+
+    def arguments(cls: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        # SmolVLM's constructor has no default for it.
+        return [*super(kind, cls)._get_arguments_from_pretrained(*args, **kwargs), None]
+
+    def call(self: Any, images: Any = None, text: Any = None, videos: Any = None, **kwargs: Any) -> Any:
+        if videos is not None:
+            raise ValueError(
+                f"videos need torchvision, which is not installed; pip install torchvision, or give {parent.__name__} "
+                "images"
+            )
+        return super(kind, self).__call__(images=images, text=text, **kwargs)
+
+    def apply_chat_template(self: Any, conversation: Any, chat_template: Any = None, **kwargs: Any) -> Any:
+        # SmolVLM's own asks the video processor for its settings.
+        return mixin.apply_chat_template(self, conversation, chat_template, **kwargs)
+
+    members = {
+        "get_attributes": classmethod(get_attributes),
+        "_get_arguments_from_pretrained": classmethod(arguments),
+        "__call__": call,
+        "apply_chat_template": apply_chat_template,
+    }
+    kind = type(parent.__name__, (parent,), members)
+    return kind
