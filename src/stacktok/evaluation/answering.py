@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
+from stacktok.core.limits import QUERY_CHARACTERS
 from stacktok.core.record import CropSelection, Selection
 from stacktok.core.tokens import Reduction
 from stacktok.methods.base import Method
 from stacktok.models.pictures import check_picture, rgb
-from stacktok.models.prompt import plain_messages
+from stacktok.models.prompt import last_question, plain_messages
+from stacktok.runtime import PROMPT
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,10 @@ class Answerer:
         inputs = self.processor(images=given, text=texts, return_tensors="pt", padding=True)
         parameter = next(self.model.parameters())
         inputs = inputs.to(parameter.device, parameter.dtype)
+        if self._run is not None:
+            # Known here, they need not be read back from the prompts, unless they are too long to be handed over.
+            asked = [last_question(prompt.messages) for prompt in prompts]
+            self._run.query = [text if len(text) <= QUERY_CHARACTERS else PROMPT for text in asked]
         output = self.model.generate(**inputs, **generation)
         new = output[:, inputs["input_ids"].shape[1] :]
         pad = self.processor.tokenizer.pad_token_id

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from stacktok.core.tokens import EncodedImage, Reduction
 from stacktok.models.base import EncoderCall
-from stacktok.models.query import word_ids
+from stacktok.models.query import placeholders, without, word_ids
 from stacktok.models.registry import adapter_for
 from stacktok.runtime.compaction import Span, compact, count_positions
 from stacktok.runtime.tower import tapped_tower
@@ -44,6 +44,20 @@ class Prompt:
     query: torch.Tensor
 
 
+def obstacle(model: Any, processor: Any) -> str | None:
+    """Why `Loop` cannot ask a model; None where it can."""
+    adapter = adapter_for(model)
+    if adapter.mrope:
+        return f"{adapter.family} has (t, h, w) positions, which this loop does not lay out; ask through the runtime"
+    told_by_prompt = adapter.group(model.config, [], processor) is not None
+    if told_by_prompt or adapter.text_separators or adapter.gathers_masks:
+        return (
+            f"images of {adapter.family} cannot be laid out apart from their prompts, as this loop does; ask through "
+            "the runtime"
+        )
+    return None
+
+
 class Loop:
     """A model and its processor, asked question by question.
 
@@ -60,14 +74,9 @@ class Loop:
     def __init__(self, model: Any, processor: Any, max_new_tokens: int = 5) -> None:
         self.model, self.processor, self.max_new_tokens = model, processor, max_new_tokens
         self.adapter = adapter_for(model)
-        if self.adapter.mrope:
-            raise ValueError(f"{self.adapter.family} has (t, h, w) positions, which this loop does not lay out")
-        told_by_prompt = self.adapter.group(model.config, [], processor) is not None
-        if told_by_prompt or self.adapter.text_separators or self.adapter.gathers_masks:
-            raise ValueError(
-                f"images of {self.adapter.family} cannot be laid out apart from their prompts, as this loop does; "
-                "set engine: lmms-eval in the plan"
-            )
+        why = obstacle(model, processor)
+        if why is not None:
+            raise ValueError(why)
         end = model.generation_config.eos_token_id
         self._end = torch.tensor([] if end is None else [end] if isinstance(end, int) else end, dtype=torch.long)
         self._pad = int(model.generation_config.pad_token_id or 0)
@@ -96,7 +105,8 @@ class Loop:
     @torch.inference_mode()
     def query(self, text: str) -> torch.Tensor:
         """Input embeddings of a question's tokens, (m, d)."""
-        words = word_ids(self.processor.tokenizer, self.adapter.query_words(text))
+        known = without(text, placeholders(self.processor))
+        words = word_ids(self.processor.tokenizer, self.adapter.query_words(known))
         query: torch.Tensor = self.model.get_input_embeddings()(torch.tensor(words, dtype=torch.long))
         return query
 

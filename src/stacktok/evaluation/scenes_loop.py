@@ -24,11 +24,10 @@ from stacktok.core.tokens import Reduction
 from stacktok.evaluation.answering import Answerer, PruningLog, question_prompt
 from stacktok.evaluation.cells import Cell, Outcome
 from stacktok.evaluation.conditions import asked_instead, disturb_image, disturb_query
-from stacktok.evaluation.loop import Loop, Prompt
+from stacktok.evaluation.loop import Loop, Prompt, obstacle
 from stacktok.evaluation.plan import SCENES, ConditionPart
 from stacktok.evaluation.scenes_task import MAX_NEW_TOKENS, right
 from stacktok.methods.base import FeatureMethod, Prepared
-from stacktok.models.registry import adapter_for
 from stacktok.scenes import DETAIL, STANDARD, Question, Scene, make_scene, questions, render, seed_for
 
 CHUNK = 20
@@ -110,11 +109,11 @@ class Bench:
 
     @cached_property
     def loop(self) -> Loop | None:
-        """The way without hooks; None where the model is not on a CPU or has positions that it does not lay out."""
-        model = self.answerer.model
-        if model.device.type != "cpu" or adapter_for(model).mrope:
+        """The way without hooks; None where the model is not on a CPU or cannot be asked that way."""
+        model, processor = self.answerer.model, self.answerer.processor
+        if model.device.type != "cpu" or obstacle(model, processor) is not None:
             return None
-        return Loop(model, self.answerer.processor, MAX_NEW_TOKENS)
+        return Loop(model, processor, MAX_NEW_TOKENS)
 
     def asked(self, cell: Cell) -> list[Item]:
         """The questions of a cell."""

@@ -88,7 +88,9 @@ class Gemma4Processor(_Processor):  # type: ignore[misc]
         self.audio_ms_per_token = audio_ms_per_token
         self.image_token, self.image_token_id = tokenizer.image_token, tokenizer.image_token_id
 
-    def __call__(self, images: Any = None, text: Any = None, videos: Any = None, audio: Any = None, **kwargs: Any) -> Any:
+    def __call__(
+        self, images: Any = None, text: Any = None, videos: Any = None, audio: Any = None, **kwargs: Any
+    ) -> Any:
         """Model inputs of texts and their images, one list of images per text."""
         if videos is not None or audio is not None:
             raise ValueError(
@@ -101,7 +103,7 @@ class Gemma4Processor(_Processor):  # type: ignore[misc]
     def replace_image_token(self, image_inputs: Any, image_idx: int, **kwargs: Any) -> str:
         """The text that stands for an image."""
         count = int(image_inputs["num_soft_tokens_per_image"][image_idx])
-        return str(self.tokenizer.boi_token) + self.image_token * count + str(self.tokenizer.eoi_token)
+        return f"{self.tokenizer.boi_token}{self.image_token * count}{self.tokenizer.eoi_token}"
 
     @property
     def model_input_names(self) -> list[str]:

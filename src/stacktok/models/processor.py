@@ -1,7 +1,7 @@
 """A checkpoint's processor, for images alone where torchvision is not installed.
 
-Without torchvision, transformers refuses the processors of most families: some insist on a video processor, and those of
-Mistral 3 and Gemma 4 cannot be imported at all. Images need none of it.
+Without torchvision, transformers refuses the processors of most families: some insist on a video processor, and those
+of Mistral 3 and Gemma 4 cannot be imported at all. Images need none of it.
 """
 
 from __future__ import annotations
@@ -54,30 +54,27 @@ def without_videos(parent: Any) -> Any:
     """
     mixin: Any = import_module("transformers").ProcessorMixin
 
-    def get_attributes(cls: Any) -> list[str]:
-        return [name for name in super(kind, cls).get_attributes() if name != "video_processor"]
+    class ImagesOnly(parent):  # type: ignore[misc]
+        @classmethod
+        def get_attributes(cls) -> list[str]:
+            return [name for name in super().get_attributes() if name != "video_processor"]
 
-    def arguments(cls: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        # SmolVLM's constructor has no default for it.
-        return [*super(kind, cls)._get_arguments_from_pretrained(*args, **kwargs), None]
+        @classmethod
+        def _get_arguments_from_pretrained(cls, *args: Any, **kwargs: Any) -> list[Any]:
+            # SmolVLM's constructor has no default for it.
+            return [*super()._get_arguments_from_pretrained(*args, **kwargs), None]
 
-    def call(self: Any, images: Any = None, text: Any = None, videos: Any = None, **kwargs: Any) -> Any:
-        if videos is not None:
-            raise ValueError(
-                f"videos need torchvision, which is not installed; pip install torchvision, or give {parent.__name__} "
-                "images"
-            )
-        return super(kind, self).__call__(images=images, text=text, **kwargs)
+        def __call__(self, images: Any = None, text: Any = None, videos: Any = None, **kwargs: Any) -> Any:
+            if videos is not None:
+                raise ValueError(
+                    "videos need torchvision, which is not installed; pip install torchvision, or give "
+                    f"{parent.__name__} images"
+                )
+            return super().__call__(images=images, text=text, **kwargs)
 
-    def apply_chat_template(self: Any, conversation: Any, chat_template: Any = None, **kwargs: Any) -> Any:
-        # SmolVLM's own asks the video processor for its settings.
-        return mixin.apply_chat_template(self, conversation, chat_template, **kwargs)
+        def apply_chat_template(self, conversation: Any, chat_template: Any = None, **kwargs: Any) -> Any:
+            # SmolVLM's own asks the video processor for its settings.
+            return mixin.apply_chat_template(self, conversation, chat_template, **kwargs)
 
-    members = {
-        "get_attributes": classmethod(get_attributes),
-        "_get_arguments_from_pretrained": classmethod(arguments),
-        "__call__": call,
-        "apply_chat_template": apply_chat_template,
-    }
-    kind = type(parent.__name__, (parent,), members)
-    return kind
+    ImagesOnly.__name__ = parent.__name__
+    return ImagesOnly

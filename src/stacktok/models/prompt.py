@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stacktok.models.pictures import DEFAULT_LIMITS, PictureLimits, check_picture
+from stacktok.models.query import placeholders
 
 
 def plain_text(text: str, processor: Any) -> str:
@@ -21,10 +22,7 @@ def plain_text(text: str, processor: Any) -> str:
     processor
         The model's, whose markers are looked for.
     """
-    markers = {"<image>", "<video>"}
-    for owner in (processor, getattr(processor, "tokenizer", None)):
-        markers.update(str(getattr(owner, f"{kind}_token", None) or "<image>") for kind in ("image", "video"))
-    for marker in sorted(markers, key=len, reverse=True):
+    for marker in sorted(placeholders(processor), key=len, reverse=True):
         text = text.replace(marker, f"{marker[0]} {marker[1:-1]} {marker[-1]}")
     return text
 
@@ -46,6 +44,22 @@ def plain_messages(messages: Sequence[Mapping[str, Any]], processor: Any) -> lis
         }
         for message in messages
     ]
+
+
+def last_question(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The texts of the last user turn of a conversation, in the form that chat templates take.
+
+    Parameters
+    ----------
+    messages
+        Role, and content as a text or as a list of images and texts.
+    """
+    for message in reversed(messages):
+        if message["role"] == "user":
+            content = message["content"]
+            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            return " ".join(part["text"] for part in parts if part.get("type") == "text")
+    return ""
 
 
 def prompt_inputs(processor: Any, image: Any, question: str, model: Any, limits: PictureLimits = DEFAULT_LIMITS) -> Any:

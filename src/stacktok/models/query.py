@@ -195,15 +195,28 @@ def spans_of_words(text: str, words: Sequence[str]) -> list[tuple[int, int]]:
     return spans
 
 
+def placeholders(processor: Any) -> set[str]:
+    """Texts that stand for an image or a video in a processor's prompts, whatever the user meant by them."""
+    found = {"<image>", "<video>"}
+    for owner in (processor, getattr(processor, "tokenizer", None)):
+        found.update(str(getattr(owner, f"{kind}_token", None) or "<image>") for kind in ("image", "video"))
+    return found
+
+
+def without(text: str, markers: Iterable[str]) -> str:
+    """The text with every marker taken out, the longest first."""
+    for marker in sorted(markers, key=len, reverse=True):
+        text = text.replace(marker, " ")
+    return text.strip()
+
+
 def without_special_tokens(text: str, tokenizer: Any) -> str:
     """The text with the tokenizer's special tokens, image and video markers among them, taken out."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {str(token) for token in tokenizer.all_special_tokens}
     special.update(str(token) for token in added.values() if getattr(token, "special", False))
     special.update(("<image>", "<video>"))
-    for token in sorted(special, key=len, reverse=True):
-        text = text.replace(token, " ")
-    return text.strip()
+    return without(text, special)
 
 
 def _around(text: str, probes: Sequence[str]) -> list[str]:

@@ -11,8 +11,10 @@ from stacktok.models.base import ModelAdapter
 from stacktok.models.query import (
     decoded_markers,
     last_user_turn,
+    placeholders,
     processor_markers,
     spans_of_words,
+    without,
     without_special_tokens,
 )
 
@@ -37,19 +39,32 @@ class PromptReader:
         self.adapter, self.remedy = adapter, remedy
         self.tokenizer: Any = getattr(processor, "tokenizer", None)
         self.markers = () if self.tokenizer is None else decoded_markers(processor_markers(processor), self.tokenizer)
+        self._placeholders = placeholders(processor)
         self._warned = False
+
+    def question_words(self, question: str) -> list[str]:
+        """Query words of a question that is known; a placeholder in it is none."""
+        return self.adapter.query_words(without(question, self._placeholders))
 
     def prompt_words(self, ids: Sequence[int]) -> list[str]:
         """Query words of the last user turn of a prompt, given without placeholders and padding."""
         turn = self._turn(self.tokenizer.decode(ids, skip_special_tokens=False))
         return self.adapter.query_words(without_special_tokens(self.adapter.user_text(turn), self.tokenizer))
 
-    def prompt_rows(self, ids: Sequence[int]) -> list[int]:
-        """Those of a prompt's token ids that its query words are made of, as they stand there."""
+    def prompt_rows(self, ids: Sequence[int], words: Sequence[str]) -> list[int]:
+        """Those of a prompt's token ids that query words are made of, as they stand in the last user turn.
+
+        Parameters
+        ----------
+        ids
+            The prompt, without placeholders and padding.
+        words
+            The query's; those that do not stand there are left out.
+        """
         text = self.tokenizer.decode(ids, skip_special_tokens=False)
         turn = self._turn(text)
         first = text.rfind(turn)
-        spans = [(first + start, first + stop) for start, stop in spans_of_words(turn, self.prompt_words(ids))]
+        spans = [(first + start, first + stop) for start, stop in spans_of_words(turn, words)]
 
         def end(token: int) -> int:
             """Characters up to and including a token: it begins where the decoded prefix before it ends."""

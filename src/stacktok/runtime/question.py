@@ -87,10 +87,9 @@ class QuestionReader(PromptReader):
                 )
             words = self.prompt_words(prompt)
         else:
-            words = self.adapter.query_words(str(query))
-        if self.rows == "prompt" and query is PROMPT and prompt is not None:
-            ids = self.prompt_rows(prompt)
-        else:
-            ids = word_ids(self.tokenizer, words, keep_blanks=self.keep_blanks)
+            words = self.question_words(str(query))
+        ids = self.prompt_rows(prompt, words) if self.rows == "prompt" and prompt is not None else []
+        # A query of one's own need not stand in the prompt.
+        ids = ids or word_ids(self.tokenizer, words, keep_blanks=self.keep_blanks)
         embeddings = self.model.get_input_embeddings()(torch.tensor(ids, dtype=torch.long, device=device))
         return Question(embeddings.detach(), " ".join(words), tuple(ids))

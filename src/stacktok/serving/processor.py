@@ -123,10 +123,11 @@ class PrunedProcessor(Base):
             return []
         if options.from_prompt:
             text = [token for token in prompt if token != self._placeholder]
+            words = self._reader.prompt_words(text)
             if self.settings.method.query_rows == "prompt":
-                return self._reader.prompt_rows(text)[-QUERY_ROWS:]
-            return prompt_ids(self._reader.prompt_words(text), self._ids_of)
-        return own_ids(self._adapter.query_words(str(options.query)), self._ids_of)
+                return self._reader.prompt_rows(text, words)[-QUERY_ROWS:]
+            return prompt_ids(words, self._ids_of)
+        return own_ids(self._reader.question_words(str(options.query)), self._ids_of)
 
     @functools.cached_property
     def hf_processor(self) -> Any:
