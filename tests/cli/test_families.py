@@ -52,7 +52,7 @@ def test_the_inspector(family: str) -> None:
     assert len(described["crops"]) == len(engine.views(held.name) or ()) == len(held.encoded.crops)
     assert ("fastv" in engine.methods) == (family not in READY_MASKS)
     for method in ("stacktok", "visionzip"):
-        left = engine.left(held, QUESTION, method, 7)
+        left = engine.pruned_view(held, QUESTION, method, 7)
         assert len(left.reduction) == 7
         assert sum(map(len, engine.indices(held, left))) <= 7
     given: Any = engine.answer(held.name, QUESTION, "stacktok", 7)
