@@ -111,7 +111,7 @@ def test_a_missing_checkpoint_is_refused_before_anything_runs(tmp_path):
 
 
 def test_plan_files_that_cannot_be_read_say_where(tmp_path):
-    with pytest.raises(ValueError, match="neither a file nor a shipped plan; shipped are embedded"):
+    with pytest.raises(ValueError, match="neither a file nor a shipped plan; shipped are adaptive, embedded"):
         load_plan("paper")
     broken = tmp_path / "plan.yaml"
     broken.write_text("name: p\nmodels: [")
