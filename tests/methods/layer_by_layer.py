@@ -1,4 +1,4 @@
-"""FastV and SparseVLM straight from their definitions: one row, eager attention, no cache, one token at a time.
+"""Methods inside the language model straight from their definitions: one row, eager attention, one token at a time.
 
 The prompt and the tokens generated so far run through the stock layers from scratch. Tokens are objects in a list;
 what goes is taken out of the list. By causality later tokens change nothing before them, so that every step of a
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from tests.models.by_hand import deepstack_rows, sequence, stock_arguments
 from tests.tiny import Tiny
@@ -67,6 +68,22 @@ def sparsevlm(scores: list[float], tokens: list[Token], count: int, recycle: boo
     return kept + made
 
 
+def dart(keys: torch.Tensor, states: torch.Tensor, image: list[int], text: list[int], count: int) -> list[int]:
+    """Of a prompt's tokens those of the image that stay, by their indices; ``states`` are normed."""
+
+    def largest(tokens: list[int]) -> list[int]:
+        return sorted(tokens, key=lambda i: (-float(keys[i].abs().sum()), i))[:4]
+
+    kept, words = largest(image), largest(text)
+    pivots = list(set(kept + words))
+    for turn, pivot in enumerate(pivots):
+        left = [i for i in image if i not in kept]
+        near = {i: float(torch.cosine_similarity(states[pivot], states[i], dim=0)) for i in left}
+        share = math.ceil((count - len(kept)) / (len(pivots) - turn))
+        kept = kept + sorted(left, key=lambda i: (near[i], i))[:share]
+    return sorted(kept)
+
+
 def raters(visual: torch.Tensor, text: torch.Tensor) -> list[int]:
     interest = torch.stack([(v @ text.T).softmax(0) for v in visual]).mean(0)
     return [i for i in range(len(text)) if interest[i] > interest.mean()]
@@ -92,7 +109,11 @@ def run(
     ids = inputs["input_ids"][0].tolist()
     image = [i for i, token in enumerate(ids) if token == tiny.model.config.image_token_id]
     text = list(range(image[-1] + 1, len(ids)))
-    asked = [len(ids) - 1] if method == "fastv" else [text[i] for i in raters(embeds[0, image], embeds[0, text])]
+    asked = (
+        [len(ids) - 1]
+        if not method.startswith("sparse")
+        else [text[i] for i in raters(embeds[0, image], embeds[0, text])]
+    )
     new: list[torch.Tensor] = []
     logits: list[torch.Tensor] = []
     place = original[..., 0, :] if original.ndim == 3 else original[0]
@@ -115,14 +136,26 @@ def run(
                 mask = torch.full((size, size), torch.finfo(h.dtype).min).triu(1)[None, None]
                 recurrent = not hasattr(layer, "self_attn")
                 if not recurrent:
+                    cache = DynamicCache()
                     _, attention = layer.self_attn(
-                        hidden_states=layer.input_layernorm(h), attention_mask=mask, position_embeddings=rotation
+                        hidden_states=layer.input_layernorm(h),
+                        attention_mask=mask,
+                        position_embeddings=rotation,
+                        past_key_values=cache,
                     )
+                    keys = cache.layers[number].keys[0].transpose(0, 1).flatten(1)
                 h = layer(h, attention_mask=None if recurrent else mask, position_embeddings=rotation)[0]
                 for token, state in zip(tokens, h, strict=True):
                     more = added.get((0, token.column), []) if token.visual else []
                     token.state = state + more[number] if number < len(more) else state
                 if number in cuts:
+                    if method == "pyramiddrop":
+                        following = language_model.layers[number + 1]
+                        _, attention = following.self_attn(
+                            hidden_states=following.input_layernorm(torch.stack([t.state for t in tokens])[None]),
+                            attention_mask=mask,
+                            position_embeddings=rotation,
+                        )
                     rows = [i for i, token in enumerate(tokens) if token.prompt and token.column in asked]
                     columns = [i for i, token in enumerate(tokens) if token.visual]
                     part = attention[0][:, rows][:, :, columns]
@@ -132,7 +165,11 @@ def run(
                         part = corrected(part, turned, heads)
                     scores = part.mean((0, 1)).tolist()
                     visual = [tokens[i] for i in columns]
-                    if method == "fastv":
+                    if method == "dart":
+                        states = language_model.norm(torch.stack([token.state for token in tokens]))
+                        words = [i for i, token in enumerate(tokens) if token.prompt and i > columns[-1]]
+                        left = [tokens[i] for i in dart(keys, states, columns, words, cuts[number])]
+                    elif method in ("fastv", "pyramiddrop"):
                         left = fastv(scores, visual, cuts[number])
                     else:
                         left = sparsevlm(scores, visual, cuts[number], method == "sparsevlm", seed)

@@ -127,6 +127,46 @@ def attending(case: Case, heads: int = 32, size: int = 24, text: int = 12, start
     return Attending(start, *rows)
 
 
+@dataclass(frozen=True, eq=False)
+class LayerStates:
+    """A prompt between two layers: a few tokens, the image, then text.
+
+    Attributes
+    ----------
+    start, n
+        Tokens before the image, and of it.
+    states
+        Hidden states, (S, d).
+    queries, keys
+        (H, S, d_k), not rotated.
+    """
+
+    start: int
+    n: int
+    states: torch.Tensor
+    queries: torch.Tensor
+    keys: torch.Tensor
+
+    def rotated(self, rows: torch.Tensor) -> torch.Tensor:
+        """Queries or keys turned by their positions 0 to S - 1, as in Llama: number i goes with number i + d_k / 2."""
+        size = rows.shape[-1]
+        frequencies = 10_000.0 ** (-torch.arange(0, size, 2) / size)
+        angles = torch.arange(rows.shape[1])[:, None] * frequencies
+        a, b = rows.chunk(2, dim=-1)
+        return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1)
+
+
+def layer_states(case: Case, heads: int = 4, size: int = 16, text: int = 23) -> LayerStates:
+    """All crops of a case as one run of image tokens, in prompts that begin with 5, 15 or 35 tokens."""
+    draw, start = case.draw(5), (5, 15, 35)[case.seed % 3]
+    image = case.projected().flatten(0, 1).numpy().astype(np.float64)
+    others = draw.standard_normal((start + text, image.shape[1])) * image.std()
+    states = np.concatenate([others[:start], image, others[start:]])
+    made = states @ draw.standard_normal((2 * heads, image.shape[1], size)) / states.std() / image.shape[1] ** 0.5
+    rows = (torch.from_numpy(value).float() for value in (states, made[:heads], made[heads:]))
+    return LayerStates(start, len(image), *rows)
+
+
 def scores(case: Case, layer: int) -> torch.Tensor:
     """Attention that a tower's layer pays each patch (from CLS, or received, mean over heads), (crops, n)."""
     logits = 1.5 * case.draw(10 + layer).standard_normal((case.crops, case.n))

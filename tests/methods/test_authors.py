@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from stacktok.core.tokens import EncodedImage, ImageLayout, TowerAttention
-from stacktok.methods import CDPruner, DivPrune, FastV, MMTok, SparseVLM, VisionZip
+from stacktok.methods import DART, CDPruner, DivPrune, FastV, LayerView, MMTok, PyramidDrop, SparseVLM, VisionZip
 from stacktok.methods.sparsevlm import density_peaks
 from tests.methods.given_view import GivenView
-from tests.methods.seeded import Case, attending, fixture, tower
+from tests.methods.seeded import Case, attending, fixture, layer_states, tower
 
 
 def image_of(case: Case, attention: list[TowerAttention] | None = None, padding: int = 0) -> EncodedImage:
@@ -102,3 +102,59 @@ def test_sparsevlm_keeps_and_clusters_what_the_authors_code_does(case: Case, ent
     centres, assigned = density_peaks(case.projected()[0], entry["clusters_asked"], case.seed)
     assert centres.tolist() == entry["centres"]
     assert assigned.tolist() == entry["assigned"]
+
+
+def states_view(case: Case, padding: int = 0) -> LayerView:
+    """The prompt of a case between two layers, with padding before it."""
+    given = layer_states(case)
+    total = len(given.states)
+    states = torch.cat([torch.full((padding, given.states.shape[1]), 9.0), given.states])
+    rows = [
+        torch.nn.functional.pad(given.rotated(own), (0, 0, padding, 0), value=9.0)
+        for own in (given.queries, given.keys)
+    ]
+    image = torch.arange(given.n) + given.start + padding
+    text = torch.arange(given.start + given.n, total) + padding
+    reading = (rows[0], rows[1], rows[0].shape[-1] ** -0.5)
+    return LayerView(
+        inputs=states,
+        input_image=image,
+        input_text=text,
+        entered=states,
+        left=states,
+        valid=torch.arange(total + padding) >= padding,
+        image=image,
+        text=text,
+        read=lambda: reading,
+        read_next=lambda: reading,
+        rotated_ones=lambda: states,
+        norm=lambda rows: rows,
+    )
+
+
+@pytest.mark.parametrize(("case", "entry"), fixture("dart"))
+def test_dart_keeps_what_the_authors_code_keeps(case: Case, entry: dict[str, Any]) -> None:
+    method = DART()
+    (k,) = method.keeps(32, case.n * case.crops, case.k * case.crops)
+    assert k == len(entry["kept"])
+    assert method.choose(states_view(case), k).tolist() == entry["kept"]
+    assert method.choose(states_view(case, padding=3), k).tolist() == entry["kept"]
+
+
+def test_dart_in_ascending_order_of_pivots_is_another_method() -> None:
+    method = DART(pivot_order="ascending")
+    same = [
+        method.choose(states_view(case), len(entry["kept"])).tolist() == entry["kept"]
+        for case, entry in fixture("dart")
+    ]
+    assert len(same) == 32
+    assert 0 < sum(same) < 16
+
+
+@pytest.mark.parametrize(("case", "entry"), fixture("pyramiddrop"))
+def test_pyramiddrop_keeps_what_the_authors_code_keeps(case: Case, entry: dict[str, Any]) -> None:
+    method, n = PyramidDrop(), case.n * case.crops
+    counts = method.keeps(32, n, "46.875%")
+    for count, kept in zip(counts, entry["kept"].values(), strict=True):
+        assert count == len(kept)
+        assert method.choose(states_view(case), count).tolist() == kept

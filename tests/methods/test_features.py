@@ -18,6 +18,7 @@ from stacktok.methods import (
     ABLATIONS,
     AveragePool,
     CDPruner,
+    DARTEmbeddings,
     DivPrune,
     FeatureMethod,
     MergedTokens,
@@ -155,6 +156,35 @@ def test_cosines_of_a_large_image_are_those_of_its_pairs() -> None:
     torch.testing.assert_close(found.double(), z @ z.T, rtol=0, atol=1e-6)
     assert torch.equal(found, found.T)
     assert torch.equal(found[1000], found[3])
+
+
+def slow_dart(projected: Any, query: Any, k: int) -> list[int]:
+    """Four pivots of the image and four of the question; each takes its share of the least similar."""
+    tokens, words = np.asarray(projected, dtype=np.float64), np.asarray(query, dtype=np.float64)
+
+    def largest(rows: np.ndarray, count: int) -> list[int]:
+        return sorted(range(len(rows)), key=lambda i: (-np.abs(rows[i]).sum(), i))[:count]
+
+    kept = largest(tokens, min(4, k))
+    pivots = [tokens[i] for i in kept] + [words[i] for i in largest(words, 4)]
+    for turn, pivot in enumerate(pivots):
+        near = [(unit([pivot])[0] * token).sum() for token in unit(tokens)]
+        left = sorted((i for i in range(len(tokens)) if i not in kept), key=lambda i: (near[i], i))
+        kept += left[: -(-(k - len(kept)) // (len(pivots) - turn))]
+    return kept
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("k", [2, 7, 13])
+def test_dart_on_embeddings_grows_from_pivots_of_image_and_question(family: str, k: int) -> None:
+    vision, projected, query = features(family)
+    found = DARTEmbeddings(budget=k).select(vision, projected, query)
+    assert found.order.tolist() == slow_dart(projected, query, k)
+    # Equal tokens: the lowest index first. Without a question the image's pivots share the turns.
+    alike = torch.ones(9, 4)
+    assert DARTEmbeddings(budget=6).select(alike, alike, alike[:2]).order.tolist() == [0, 1, 2, 3, 4, 5]
+    plain = DARTEmbeddings(budget=k).select(vision, projected, None)
+    assert plain.order.tolist() == slow_dart(projected, projected[:0], k)
 
 
 def slow_cdpruner(crops: list[Any], query: Any, k: int, theta: float | None) -> list[list[int]]:

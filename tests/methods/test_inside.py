@@ -1,4 +1,4 @@
-"""FastV and SparseVLM against a layer-by-layer run of their definitions, and what a user's own code sees."""
+"""Methods inside the language model against a layer-by-layer run of their definitions, and what a user's code sees."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stacktok.methods import FastV, LayerMethod, LayerView, MergedTokens, SparseVLM
+from stacktok.methods import DART, FastV, LayerMethod, LayerView, MergedTokens, PyramidDrop, SparseVLM
 from tests.methods.given_view import GivenView
 from tests.methods.layer_by_layer import corrected, run
 from tests.models.by_hand import sequence, stock_arguments
@@ -51,6 +51,10 @@ CASES = {
     "sparsevlm": (SparseVLM(budget=0.4, seed=5), "compact"),
     "sparsevlm, kept": (SparseVLM(budget=0.4, seed=5, positions="kept"), "kept"),
     "sparsevlm+": (SparseVLM(budget=0.3, variant="+"), "kept"),
+    "dart": (DART(budget=14), "kept"),
+    "dart, exact": (DART(budget=11, counting="kept", full_layers=4), "kept"),
+    "pyramiddrop": (PyramidDrop(budget=0.5), "compact"),
+    "pyramiddrop, kept": (PyramidDrop(budget=5, counting="kept", positions="kept"), "kept"),
 }
 
 
@@ -113,6 +117,8 @@ MIXED = (
     FastV(budget=0.6, full_layers=1),
     SparseVLM(budget=0.4),
     SparseVLM(budget=0.4, variant="+"),
+    DART(budget=0.4),
+    PyramidDrop(budget=0.5),
 )
 
 
@@ -133,7 +139,10 @@ def test_a_mixed_batch_equals_its_single_runs(family: str, method: Any) -> None:
     with method(tiny.model, tiny.processor) as pruned:
         together = greedy(tiny.model, inputs, 4)
         counts = [(result.row, result.per_layer) for result in pruned.last]
-        forward, kept = tiny.model(**inputs), pruned.kept_positions
+        # A plain forward counts padding among the positions, and the L1 norm of a rotated key depends on its position.
+        counted = (inputs["attention_mask"].cumsum(1) - 1).clamp_min(0)
+        given = {"position_ids": counted} if isinstance(method, DART) and family not in MROPE else {}
+        forward, kept = tiny.model(**inputs, **given), pruned.kept_positions
         for row, (question, images) in enumerate(rows):
             alone = tiny.inputs([question], [images])
             single = greedy(tiny.model, alone, 4)
@@ -421,6 +430,45 @@ def test_published_settings_of_fastv() -> None:
         FastV(full_layers=0)
     with pytest.raises(ValueError, match="counting='x'"):
         FastV(counting="x")  # type: ignore[arg-type]
+
+
+def test_published_settings_of_dart() -> None:
+    # A pivot takes T // 8 tokens, and the image's four pivots come on top.
+    assert [DART().keeps(32, 576, budget) for budget in (192, 128, 64)] == [(196,), (132,), (68,)]
+    assert [DART(counting="kept").keeps(32, 576, budget) for budget in (192, 130, 1)] == [(192,), (130,), (1,)]
+    # LLaVA-NeXT: no more than leaves room for the pivots.
+    assert DART().keeps(32, 200, 198) == (4 + 8 * (196 // 8),)
+    assert DART().keeps(32, 576, 1.0) == (576,)
+    assert DART().keeps(32, 3, 2) == (3,)
+    assert DART().layers(32) == (1,)
+    with pytest.raises(ValueError, match="full_layers=3 leaves nothing to prune in a language model of 3 layers"):
+        DART(full_layers=3).layers(3)
+    with pytest.raises(ValueError, match="counting='average' is not known; use 'published' or 'kept'"):
+        DART(counting="average")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="pivot_order='x' is not known"):
+        DART(pivot_order="x")  # type: ignore[arg-type]
+
+
+def test_published_settings_of_pyramiddrop() -> None:
+    method = PyramidDrop()
+    assert method.layers(32) == (7, 15, 23)
+    assert method.layers(28) == (6, 13, 20)
+    assert method.layers(2) == (0,)
+    for tokens in (576, 577, 2880):
+        expected = tuple(int(tokens * ratio) for ratio in (0.5, 0.25, 0.125))
+        assert method.keeps(32, tokens, "46.875%") == expected
+        assert PyramidDrop(counting="kept").keeps(32, tokens, "12.5%") == expected
+    counts = method.keeps(32, 576, 192)
+    assert 190 < (576 + sum(counts)) / 4 <= 192
+    assert counts[1] == pytest.approx(counts[0] ** 2 / 576, abs=1)
+    assert method.keeps(32, 576, 576) == (576,) * 3
+    assert PyramidDrop(counting="kept").keeps(32, 576, 64)[-1] == 64
+    with pytest.raises(ValueError, match=r"budget=128 as an average over 32 layers cannot be met.* alone take 144"):
+        method.keeps(32, 576, 128)
+    with pytest.raises(ValueError, match="counting='published' is not known"):
+        PyramidDrop(counting="published")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="1 layers"):
+        method.layers(1)
 
 
 def test_published_settings_of_sparsevlm() -> None:

@@ -11,14 +11,17 @@ import torch
 
 from stacktok.core.tokens import SEPARATOR
 from stacktok.methods import (
+    DART,
     EVS,
     SCOPE,
     AveragePool,
     CDPruner,
+    DARTEmbeddings,
     DivPrune,
     FastV,
     HoloV,
     MMTok,
+    PyramidDrop,
     RandomTokens,
     SparseVLM,
     StackTok,
@@ -48,6 +51,7 @@ METHODS: dict[str, Any] = {
     "FasterVLM": VisPruner(budget=8, important_ratio=1),
     "SCOPE": SCOPE(budget=8),
     "HoloV": HoloV(budget=8),
+    "DART, embeddings": DARTEmbeddings(budget=8),
     "EVS": EVS(budget=8),
     "VidCom2": VidCom2(budget=8),
     "RandomTokens": RandomTokens(budget=8),
@@ -58,10 +62,16 @@ METHODS: dict[str, Any] = {
     "FastV, too deep": FastV(budget=8, counting="kept", full_layers=3),
     "SparseVLM": SparseVLM(budget=8),
     "SparseVLM+": SparseVLM(budget=8, variant="+"),
+    "DART": DART(budget=8),
+    "DART, kept": DART(budget=8, counting="kept", pivot_order="ascending"),
+    "PyramidDrop": PyramidDrop(budget="60%"),
+    "PyramidDrop, kept": PyramidDrop(budget=8, counting="kept"),
 }
 
 FAMILIES = ("llava", "llava_next", "llava_next_mistral", *MROPE, *TILES)
 WITHOUT_CLS = (*MROPE, *(family for family in TILES if family != "internvl"))
+
+INSIDE = [name for name, method in METHODS.items() if method.stage == "inside" and name != "FastV, too deep"]
 
 # Combinations that cannot be, each with the error that says so.
 IMPOSSIBLE = {
@@ -79,7 +89,7 @@ IMPOSSIBLE = {
             name,
             family,
         ): "are given ready masks, of image tokens that see each other and of sliding windows, which cannot"
-        for name in ("FastV, kept", "FastV, average", "SparseVLM", "SparseVLM+")
+        for name in INSIDE
         for family in READY_MASKS
     },
     **{
@@ -88,7 +98,7 @@ IMPOSSIBLE = {
     },
     **{
         (name, family): why
-        for name in ("FastV, average", "SparseVLM", "SparseVLM+")
+        for name in ("FastV, average", "SparseVLM", "SparseVLM+", "PyramidDrop", "PyramidDrop, kept")
         for family, why in {
             "qwen3_vl": "Qwen3-VL adds visual features to the hidden states after layers 0 to 1, so no token can go",
             "qwen3_5": "layer 0 of Qwen3.5 is recurrent and has no attention to rank tokens by; cut after one of",
@@ -157,10 +167,13 @@ def check_counts(method: Any, result: Any, tiny: Any) -> None:
     assert result.cache_entries == sum(result.per_layer[layer] for layer in caching)
     if method.stage == "before":
         assert result.per_layer == (8, 8, 8)
-    elif isinstance(method, FastV) and method.counting == "kept":
-        assert result.per_layer == (result.before, result.before, 8)
+    elif isinstance(method, (DART, FastV)) and method.counting in ("kept", "published"):
+        stay = 8 if method.counting == "kept" else 4 + 8 * (min(8, result.before - 4) // 8)
+        assert result.per_layer == (result.before, result.before, stay)
     elif isinstance(method, FastV):
         assert abs(result.average - 0.8 * result.before) <= 0.5
+    elif isinstance(method, PyramidDrop):
+        assert abs(result.average - 0.6 * result.before) <= 1 or result.after == 8
     else:
         assert result.before == result.per_layer[0] > result.per_layer[1] > result.per_layer[2]
 

@@ -8,6 +8,8 @@ from stacktok.methods.base import FeatureMethod, Method, Prepared
 from stacktok.methods.cdpruner import CDPruner
 from stacktok.methods.choice import Choice, MergedTokens
 from stacktok.methods.crop_methods import MergeMethod, PickMethod, ScoreMethod
+from stacktok.methods.dart import DART
+from stacktok.methods.dart_embeddings import DARTEmbeddings
 from stacktok.methods.divprune import DivPrune
 from stacktok.methods.evs import EVS
 from stacktok.methods.fastv import FastV
@@ -15,6 +17,7 @@ from stacktok.methods.holov import HoloV
 from stacktok.methods.info import MethodInfo
 from stacktok.methods.layer_method import LayerMethod, LayerView
 from stacktok.methods.mmtok import MMTok
+from stacktok.methods.pyramiddrop import PyramidDrop
 from stacktok.methods.random_tokens import RandomTokens
 from stacktok.methods.registry import available, method_class
 from stacktok.methods.rows import ABLATIONS, PAPER_BUDGETS, ablation, at_depth, paper_budgets
@@ -29,12 +32,14 @@ from stacktok.methods.vispruner import VisPruner
 
 __all__ = [
     "ABLATIONS",
+    "DART",
     "EVS",
     "PAPER_BUDGETS",
     "SCOPE",
     "AveragePool",
     "CDPruner",
     "Choice",
+    "DARTEmbeddings",
     "DivPrune",
     "EncodedCrop",
     "FastV",
@@ -49,6 +54,7 @@ __all__ = [
     "MethodInfo",
     "PickMethod",
     "Prepared",
+    "PyramidDrop",
     "RandomTokens",
     "ScoreMethod",
     "SparseVLM",

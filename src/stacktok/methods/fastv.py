@@ -44,7 +44,7 @@ class FastV(LayerMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_layers(self.full_layers)
+        check_layers(self.full_layers)
         if self.counting not in ("average", "kept"):
             raise ValueError(f"counting={self.counting!r} is not known; use 'average' or 'kept'")
 
@@ -81,6 +81,7 @@ class FastV(LayerMethod):
         return top(view.attention([-1]).mean(0)[0], k)
 
 
-def _check_layers(full_layers: object) -> None:
+def check_layers(full_layers: object) -> None:
+    """Refuse a number of full layers that is not one."""
     if isinstance(full_layers, bool) or not isinstance(full_layers, Integral) or full_layers < 1:
         raise ValueError(f"full_layers={full_layers!r} must be an integer of at least 1")

@@ -21,6 +21,7 @@ BUILT_IN = {
     "vispruner": "stacktok.methods.vispruner:VisPruner",
     "scope": "stacktok.methods.scope:SCOPE",
     "holov": "stacktok.methods.holov:HoloV",
+    "dart-embeddings": "stacktok.methods.dart_embeddings:DARTEmbeddings",
     "evs": "stacktok.methods.evs:EVS",
     "vidcom2": "stacktok.methods.vidcom2:VidCom2",
     "random": "stacktok.methods.random_tokens:RandomTokens",
@@ -28,6 +29,8 @@ BUILT_IN = {
     "pool": "stacktok.methods.average_pool:AveragePool",
     "fastv": "stacktok.methods.fastv:FastV",
     "sparsevlm": "stacktok.methods.sparsevlm:SparseVLM",
+    "dart": "stacktok.methods.dart:DART",
+    "pyramiddrop": "stacktok.methods.pyramiddrop:PyramidDrop",
 }
 
 

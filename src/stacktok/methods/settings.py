@@ -12,8 +12,9 @@ from stacktok.core.limits import shown
 from stacktok.methods.base import Method
 from stacktok.methods.registry import available, method_class
 
-KEPT: Mapping[str, Mapping[str, Any]] = {"fastv": {"counting": "kept"}}
-"""Defaults under which every budget can be met: FastV's as an average over layers leaves nothing for a small one."""
+KEPT: Mapping[str, Mapping[str, Any]] = {name: {"counting": "kept"} for name in ("fastv", "dart", "pyramiddrop")}
+"""Defaults under which every budget is met: as an average over layers a small one leaves nothing, and DART's published
+counting keeps 4 more than a multiple of 8."""
 
 
 def build_methods(
