@@ -23,8 +23,8 @@ class TimestampedQwenAdapter(Qwen2VLAdapter):
     """A video is one run of placeholders per temporal patch, each after its time; all runs share one budget."""
 
     def user_text(self, turn: str) -> str:
-        """The turn without the times of frames."""
-        return _TIMESTAMP.sub("", turn)
+        """The turn without the times of frames and the numbers of images and videos."""
+        return super().user_text(_TIMESTAMP.sub("", turn))
 
 
 class Qwen3VLAdapter(TimestampedQwenAdapter):
