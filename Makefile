@@ -9,9 +9,12 @@ EVAL_STAMP := $(EVAL_VENV)/.ready
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.ready
+TRITON_VENV ?= .venv-triton
+TRITON_BIN := $(TRITON_VENV)/bin
+TRITON_STAMP := $(TRITON_VENV)/.ready
 CHROMIUM ?= /usr/bin/chromium
 
-.PHONY: setup setup-eval setup-vllm browser figures demo test test-eval test-vllm soak lint format bench-select \
+.PHONY: setup setup-eval setup-vllm setup-triton browser figures demo test test-eval test-vllm test-triton soak lint format bench-select \
 	bench-models bench-view bench-serve results train-embedded train-embedded-next clean
 
 setup: $(STAMP)
@@ -50,6 +53,18 @@ $(VLLM_STAMP): pyproject.toml constraints.txt tests/serving/environment/sitecust
 
 test-vllm: setup-vllm
 	HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 $(VLLM_BIN)/python -m pytest -n 2 --dist loadfile tests/serving
+
+# A build of torch for CPUs does not bring Triton, which needs no GPU to interpret kernels and to compile them.
+setup-triton: $(TRITON_STAMP)
+
+$(TRITON_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(TRITON_VENV)
+	$(TRITON_BIN)/python -m pip install --quiet -c constraints.txt torch 'triton>=3.6,<4' -e . pytest hypothesis
+	touch $(TRITON_STAMP)
+
+test-triton: setup-triton
+	TRITON_INTERPRET=1 $(TRITON_BIN)/python -m pytest tests/kernels
+	$(TRITON_BIN)/python benchmarks/kernel_resources.py
 
 # Ten minutes; CI runs one minute of the same among its tests.
 soak: setup-vllm
@@ -113,4 +128,4 @@ train-embedded-next: setup
 	$(BIN)/python -m training.card --run runs/llava_next --config training/configs/llava_next.yaml
 
 clean:
-	rm -rf $(VENV) $(EVAL_VENV) $(VLLM_VENV) build dist out
+	rm -rf $(VENV) $(EVAL_VENV) $(VLLM_VENV) $(TRITON_VENV) build dist out

@@ -8,11 +8,12 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import stacktok
-from stacktok.core import reference
+from stacktok.core import greedy, reference
 from stacktok.kernels import Problem, Rule, cpu
 from tests.core import naive
 from tests.core.cases import affinities, focused, problems, tied
@@ -171,6 +172,23 @@ def test_a_depth_may_be_any_kind_of_integer(kind):
         for depth in (100, kind(100))
     ]
     assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "n", "installed", "chosen"),
+    [
+        ("auto", "cpu", 576, True, "cpu"),
+        ("auto", "cuda", 576, True, "triton"),
+        ("auto", "cuda", 576, False, "cpu"),
+        ("auto", "cuda", 4097, True, "cpu"),
+        ("triton", "cuda", 4096, True, "triton"),
+        ("triton", "cuda", 4097, True, "cpu"),
+        ("reference", "cuda", 576, True, "reference"),
+    ],
+)
+def test_the_backend_follows_device_and_size(name, device, n, installed, chosen, monkeypatch):
+    monkeypatch.setattr(greedy, "find_spec", lambda module: module if installed else None)
+    assert greedy.choose_backend(name, torch.device(device), n) == chosen
 
 
 def test_rules_have_one_number_each():

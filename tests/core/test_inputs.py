@@ -195,7 +195,11 @@ def test_eligible_positions_in_any_form(eligible):
         ({"norm_epsilon": 0.0}, ValueError, "norm_epsilon=0.0 must be greater than 0"),
         ({"entropy_floor": 0.0}, ValueError, "entropy_floor=0.0 must be greater than 0"),
         ({"relevance_depth": 0}, ValueError, r"relevance_depth=0 must be at least 1, or None \(unlimited\)"),
-        ({"backend": "cuda"}, ValueError, "backend='cuda' is not known; use one of 'auto', 'cpu', 'reference'"),
+        (
+            {"backend": "cuda"},
+            ValueError,
+            "backend='cuda' is not known; use one of 'auto', 'cpu', 'reference', ",
+        ),
         ({"criterion": "magic"}, ValueError, "criterion='magic' is not known"),
         ({"alpha": -1}, ValueError, "alpha=-1 must be 0 or greater"),
         ({"taus": 1}, TypeError, "unknown parameter 'taus'; the parameters are tau_query, tau_vision"),

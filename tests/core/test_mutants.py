@@ -84,7 +84,7 @@ MUTANTS = {
             GRID + "sums_of_grid_entries_do_not_depend_on_their_order",
         ),
         "copies do not tie": (
-            "    tie(result, copies(vision, norms))\n",
+            "    tie(result, copies(vision, norms) if host else all_copies(vision, norms))\n",
             "    result[:, 0] += 1e-6\n",
             GRID + "identical_tokens_tie_whatever_their_place",
         ),

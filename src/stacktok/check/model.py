@@ -363,7 +363,9 @@ class _Checks:
             raise SkipError(
                 f"not available here: {next(iter(str(error).splitlines()), type(error).__name__)}"
             ) from None
-        count = 0
+        count, device = 0, next(self.model.parameters()).device
+        if name == "triton" and device.type != "cuda":
+            raise SkipError(f"not available here: the model is on {device}, and the backend runs on GPUs")
         for index in range(len(self.samples)):
             result = self.pruned(index).results[0]
             query = self._query(index)
@@ -375,6 +377,11 @@ class _Checks:
             # Every token twice: ties for sure.
             twins = affinities(torch.cat([x, x]), torch.cat([z, z]), query, tau_query=result.image.tau_query)
             units.append([(*twins, None)])
+            if name == "triton":
+                units = [
+                    [(torch.as_tensor(q).to(device), torch.as_tensor(v).to(device), e) for q, v, e in own]
+                    for own in units
+                ]
             for own in units:
                 found, expected = (
                     select_crops_from_affinities(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -20,10 +20,10 @@ from stacktok.core.inputs import Array, as_matrix, check_same_device
 from stacktok.core.parameters import Parameters
 from stacktok.kernels import Matrix
 
-Affinity = Matrix
-"""A non-negative matrix on its grid, in host memory, C order, float32 or float64."""
+Affinity: TypeAlias = Any
+"""A non-negative matrix on its grid, float32 or float64: an array in C order, or a tensor for the "triton" backend."""
 
-QueryAffinity = Affinity
+QueryAffinity: TypeAlias = Affinity
 """A^qv, (m, n); m may be 0."""
 
 Copies = tuple[torch.Tensor, torch.Tensor]
@@ -45,7 +45,9 @@ def grid_bits(rows: int, largest: float = 1.0) -> int:
     return 52 - math.ceil(math.log2(max(1, rows))) - math.ceil(math.log2(max(1.0, largest)))
 
 
-def vision_affinity(vision: torch.Tensor, tau: float, norm_epsilon: float, norms: torch.Tensor) -> Affinity:
+def vision_affinity(
+    vision: torch.Tensor, tau: float, norm_epsilon: float, norms: torch.Tensor, *, host: bool = True
+) -> Affinity:
     """A^vv of Eq. (affinity), shape (n, n).
 
     Built block by block inside the result, so that nothing else of its size is ever held.
@@ -60,6 +62,8 @@ def vision_affinity(vision: torch.Tensor, tau: float, norm_epsilon: float, norms
         Lower bound of the norms.
     norms
         Row norms of ``vision``, (n,), from `row_norms`.
+    host
+        Copy the result to the host. Otherwise it stays where it is, and nothing waits for the device.
     """
     n = len(vision)
     unit = vision.to(norms.dtype) / _floored(norms, norm_epsilon)[:, None]
@@ -68,11 +72,11 @@ def vision_affinity(vision: torch.Tensor, tau: float, norm_epsilon: float, norms
     else:
         result = torch.empty((n, n), dtype=unit.dtype, device=unit.device)
     _multiply(unit, unit, result)
-    tie(result, copies(vision, norms))
+    tie(result, copies(vision, norms) if host else all_copies(vision, norms))
     bits = grid_bits(n)
     for rows in _row_blocks(n, n):
         _softmax_on_grid(result[rows], tau, bits)
-    return _on_host(result)
+    return _on_host(result) if host else result
 
 
 class Embeddings(NamedTuple):
@@ -86,20 +90,23 @@ class Embeddings(NamedTuple):
         Their norms, not below the floor, (n,).
     equal
         Copies among them.
+    host
+        Whether affinities to them belong in host memory.
     """
 
     rows: torch.Tensor
     lengths: torch.Tensor
     equal: Copies | None
+    host: bool = True
 
     @classmethod
-    def of(cls, rows: torch.Tensor, norm_epsilon: float, name: str) -> Embeddings:
+    def of(cls, rows: torch.Tensor, norm_epsilon: float, name: str, *, host: bool = True) -> Embeddings:
         """Of features with finite norms; ``name`` is what error messages call them."""
-        norms = row_norms(rows, name)
-        equal, rows = copies(rows, norms), rows.contiguous()
+        norms = row_norms(rows, name) if host else norms_of(rows)
+        equal, rows = (copies if host else all_copies)(rows, norms), rows.contiguous()
         if rows.data_ptr() % _ALIGNMENT:
             rows = rows.clone()
-        return cls(rows, _floored(norms, norm_epsilon), equal)
+        return cls(rows, _floored(norms, norm_epsilon), equal, host)
 
 
 def query_affinities(query: torch.Tensor, images: Sequence[Embeddings], parameters: Parameters) -> list[QueryAffinity]:
@@ -115,8 +122,10 @@ def query_affinities(query: torch.Tensor, images: Sequence[Embeddings], paramete
         Temperature tau_t and the floor of the norms.
     """
     if not len(query):
-        return [np.zeros((0, len(image.rows)), dtype=np.float32) for image in images]
-    norms = _floored(row_norms(query, "query"), parameters.norm_epsilon)
+        empty = [query.new_empty((0, len(image.rows)), dtype=torch.float32) for image in images]
+        return [_on_host(one) if image.host else one for one, image in zip(empty, images, strict=True)]
+    waits = any(image.host for image in images)
+    norms = _floored(row_norms(query, "query") if waits else norms_of(query), parameters.norm_epsilon)
     unit = query.to(norms.dtype) / norms[:, None]
     return [_query_affinity(unit, image, parameters.tau_query) for image in images]
 
@@ -130,7 +139,7 @@ def _query_affinity(unit: torch.Tensor, image: Embeddings, tau: float) -> QueryA
     cosines /= image.lengths
     tie(cosines, image.equal)
     _softmax_on_grid(cosines, tau, grid_bits(len(cosines)))
-    return _on_host(cosines)
+    return _on_host(cosines) if image.host else cosines
 
 
 def row_norms(features: torch.Tensor, name: str) -> torch.Tensor:
@@ -138,11 +147,17 @@ def row_norms(features: torch.Tensor, name: str) -> torch.Tensor:
 
     The norms are needed anyway, and show NaN and infinity at no cost.
     """
+    norms = norms_of(features)
+    if not bool(torch.isfinite(norms).all()):
+        raise _no_norm(features, int((~torch.isfinite(norms)).nonzero()[0]), name)
+    return norms
+
+
+def norms_of(features: torch.Tensor) -> torch.Tensor:
+    """Euclidean norm of every row, (n,), in the working precision, unchecked."""
     norms = torch.empty(len(features), dtype=_working_type(features), device=features.device)
     for rows in _row_blocks(len(features), features.shape[1], _CAST):
         norms[rows] = torch.linalg.vector_norm(features[rows].to(norms.dtype), dim=1)
-    if not bool(torch.isfinite(norms).all()):
-        raise _no_norm(features, int((~torch.isfinite(norms)).nonzero()[0]), name)
     return norms
 
 
@@ -177,6 +192,22 @@ def copies(features: torch.Tensor, norms: torch.Tensor) -> Copies | None:
     first.scatter_reduce_(0, kind, tokens, "amin")
     later = first[kind] != tokens
     return (tokens[later], first[kind][later]) if bool(later.any()) else None
+
+
+def all_copies(features: torch.Tensor, norms: torch.Tensor) -> Copies:
+    """All tokens, and of each the first token that it equals, its own where it equals none.
+
+    Shapes do not depend on the numbers, so that nothing waits for a device. A token is compared with the first of those
+    whose norm it shares; of two kinds of tokens with one norm, only copies of the first kind are found.
+    """
+    ordered, index = norms.sort(stable=True)
+    tokens = torch.arange(len(norms), device=norms.device)
+    new = torch.ones_like(ordered, dtype=torch.bool)
+    new[1:] = ordered[1:] != ordered[:-1]
+    leader = index[torch.where(new, tokens, 0).cummax(0).values]
+    first = torch.empty_like(index).scatter_(0, index, leader)
+    same = (features[first] == features).all(1)
+    return tokens, torch.where(same, first, tokens)
 
 
 def tie(products: torch.Tensor, equal: Copies | None) -> None:
@@ -362,5 +393,9 @@ def _rounded(affinity: torch.Tensor, bits: int) -> torch.Tensor:
     return affinity.mul(2.0**bits).round_().mul_(2.0**-bits)
 
 
-def _on_host(affinity: torch.Tensor) -> Affinity:
+def _on_host(affinity: torch.Tensor) -> Matrix:
+    """A matrix in host memory; from a GPU by way of pinned memory, which is the fastest."""
+    if affinity.is_cuda:
+        pinned = torch.empty(affinity.shape, dtype=affinity.dtype, pin_memory=True)
+        return pinned.copy_(affinity).numpy()
     return affinity.cpu().numpy()

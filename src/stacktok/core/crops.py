@@ -155,11 +155,12 @@ def _select(
     if parameters.allocation != "shared":
         weights = [Fraction(1)] * len(units)
         if parameters.allocation == "proportional":
-            first = GreedyRun.run(units, parameters, total, [min(1, horizon) for horizon in horizons], horizons)
+            lengths = [min(1, horizon) for horizon in horizons]
+            first = [run.on_host() for run in GreedyRun.run(units, parameters, total, lengths, horizons)]
             gains = [Fraction(float(run.nominee_gains().sum())) for run in first]
             weights = gains if any(gains) else weights
         limits = apportion(total, weights, capacities)
-    runs = GreedyRun.run(units, parameters, total, limits, horizons)
+    runs = [run.on_host() for run in GreedyRun.run(units, parameters, total, limits, horizons)]
     gains_of = [run.nominee_gains() for run in runs]
     winners, sizes = allocate(gains_of, total)
     nominees, nominee_gain = np.full(sizes.shape, -1, dtype=np.int64), np.full(sizes.shape, np.nan)

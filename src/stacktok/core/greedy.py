@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +21,9 @@ from stacktok.core.reference import coverage_sum, nominee_gains, strictness, tar
 from stacktok.kernels import CRITERIA, Floats, Ints, Problem, Rule, Steps, Swap
 
 _CRITERIA = np.array(CRITERIA, dtype=object)
+
+LIMIT = 4096
+"""Tokens of an image or crop up to which the "triton" backend runs it."""
 
 
 class Backend(Protocol):
@@ -49,10 +53,25 @@ def get_backend(name: str) -> Backend:
     """The backend of a checked name; "auto" is the compiled one."""
     if name == "reference":
         return reference_backend
-    # numba loads with the first selection, not with the package.
+    # numba and Triton load with the first selection, not with the package.
+    if name == "triton":
+        from stacktok.core import device
+
+        return device
     from stacktok.kernels import cpu
 
     return cpu
+
+
+def choose_backend(name: str, device: torch.device, n: int) -> str:
+    """The backend that selects among ``n`` tokens on ``device``: "reference", "cpu" or "triton".
+
+    "auto" is "triton" on GPUs where Triton can be imported. Above `LIMIT` tokens one block of threads per image is too
+    few: the matrix is then copied to the host, whatever is asked for.
+    """
+    if name == "auto":
+        name = "triton" if device.type == "cuda" and find_spec("triton") is not None else "cpu"
+    return "cpu" if name == "triton" and n > LIMIT else name
 
 
 class CoverageReference:
@@ -75,12 +94,14 @@ class CoverageReference:
         self.n, self.capacity = len(vision_affinity), int(eligible.sum())
         self.state = get_backend(backend).precompute(vision_affinity, eligible)
         # n C^ref_t from t = 0 on, as far as it has been asked for.
-        self._curve: Floats = np.zeros(1)
+        self._curve: Any = np.zeros(1)
+        if isinstance(vision_affinity, torch.Tensor):
+            self._curve = torch.zeros(1, dtype=torch.float64, device=vision_affinity.device)
 
     @cached_property
     def whole(self) -> float:
         """N C of all eligible positions."""
-        return coverage_sum(torch.from_numpy(self.vision_affinity), np.flatnonzero(self.eligible).tolist())
+        return coverage_sum(torch.as_tensor(self.vision_affinity), np.flatnonzero(self.eligible).tolist())
 
     @property
     def nbytes(self) -> int:
@@ -88,7 +109,7 @@ class CoverageReference:
         return sum(array.nbytes for array in (*self.state, self._curve))
 
     @staticmethod
-    def curves(units: Sequence[CoverageReference], sizes: Sequence[int]) -> list[Floats]:
+    def curves(units: Sequence[CoverageReference], sizes: Sequence[int]) -> list[Any]:
         """N C^ref_t of every unit for t = 0 to its size at least; computed in parallel where not yet known."""
         found = [unit._curve for unit in units]
         short = [c for c, size in enumerate(sizes) if size >= len(found[c])]
@@ -96,17 +117,27 @@ class CoverageReference:
         for c in short:
             # At least doubled, so that slowly rising budgets do not repeat the chain each time.
             size = min(units[c].capacity, max(sizes[c], 2 * (len(found[c]) - 1)))
-            no_query = np.zeros((0, units[c].n), dtype=units[c].vision_affinity.dtype)
+            no_query = units[c].vision_affinity[:0]
             problems.append(Problem(units[c].state, no_query, np.zeros(size), Rule.COVERAGE))
-        if short:
-            for c, steps in zip(short, get_backend(units[0].backend).greedy(problems), strict=True):
-                found[c] = units[c]._curve = steps.coverage
+        for c, steps in zip(short, run_problems([units[c].backend for c in short], problems), strict=True):
+            found[c] = units[c]._curve = steps.coverage
         return found
+
+
+def run_problems(backends: Sequence[str], problems: Sequence[Problem]) -> list[Steps]:
+    """Algorithm 1 on every problem, all of one backend at once."""
+    found: dict[int, Steps] = {}
+    for name in dict.fromkeys(backends):
+        own = [index for index, backend in enumerate(backends) if backend == name]
+        found |= dict(zip(own, get_backend(name).greedy([problems[index] for index in own]), strict=True))
+    return [found[index] for index in range(len(problems))]
 
 
 @dataclass(frozen=True, eq=False)
 class GreedyRun:
     """One question's run of Algorithm 1 over an image or crop.
+
+    With the "triton" backend affinities, strictness, curves and steps are tensors on the image's device.
 
     Attributes
     ----------
@@ -130,9 +161,9 @@ class GreedyRun:
     query_affinity: QueryAffinity
     parameters: Parameters
     depth: int | None
-    strictness: float
-    curve: Floats
-    targets: Floats
+    strictness: float | torch.Tensor
+    curve: Any
+    targets: Any
     steps: Steps
 
     @staticmethod
@@ -165,16 +196,24 @@ class GreedyRun:
             beta = strictness(query, parameters)
             if parameters.criterion == "relevance":
                 # No coverage is asked for: it only takes over where relevance has saturated.
-                targets = np.zeros(k + 1)
+                targets = target_sums(curve[: k + 1], 0.0)
             elif final:
-                targets = np.full(k + 1, target_sums(curve, beta)[horizon])
+                targets = target_sums(curve[: k + 1], 0.0) + target_sums(curve, beta)[horizon]
             else:
                 targets = target_sums(curve[: k + 1], beta)
             depth = parameters.depth(len(query), budget)
             problems.append(Problem(unit.state, query, targets[:k], _rule(query, parameters), depth, parameters.alpha))
             runs.append((unit, query, parameters, depth, beta, curve, targets))
-        found = get_backend(parameters.backend).greedy(problems)
+        found = run_problems([unit.backend for unit, _ in units], problems)
         return [GreedyRun(*run, steps) for run, steps in zip(runs, found, strict=True)]
+
+    def on_host(self) -> GreedyRun:
+        """The run with its steps and curves in host memory, which waits for a device; the affinities stay there."""
+        if not isinstance(self.steps.order, torch.Tensor):
+            return self
+        curve, targets = (to_host(values) for values in (self.curve, self.targets))
+        steps = Steps(*map(to_host, self.steps))
+        return replace(self, strictness=float(self.strictness), curve=curve, targets=targets, steps=steps)
 
     def nominee_gains(self) -> Floats:
         """H of every pick, Eq. (crop-nominee)."""
@@ -183,10 +222,10 @@ class GreedyRun:
     def saturated(self) -> float:
         """M R of all eligible positions: what relevance is where no further token raises it."""
         eligible = np.flatnonzero(self.reference.eligible).tolist()
-        return coverage_sum(torch.from_numpy(self.query_affinity), eligible, self.depth)
+        return coverage_sum(torch.as_tensor(self.query_affinity), eligible, self.depth)
 
     def record(self, k: int) -> Selection:
-        """The record at k tokens, at most the run's, with swaps if the parameters ask for them."""
+        """The record at k tokens, at most the run's, with swaps if the parameters ask for them; of a run on the host."""
         m, n = self.query_affinity.shape
         relevance, coverage = self.steps.relevance[: k + 1] / max(1, m), self.steps.coverage[: k + 1] / n
         selection = Selection(
@@ -201,7 +240,7 @@ class GreedyRun:
             coverage=coverage,
             reference=self.curve[: k + 1] / n,
             target=self.targets[: k + 1] / n,
-            strictness=self.strictness,
+            strictness=float(self.strictness),
             swaps=(),
             final_relevance=float(relevance[k]),
             final_coverage=float(coverage[k]),
@@ -221,7 +260,7 @@ class GreedyRun:
         parameters, unit, k = self.parameters, self.reference, selection.k
         if not 0 < k < unit.capacity or k > parameters.swap_limit or parameters.criterion != "gated":
             return selection
-        indices, swaps = get_backend(parameters.backend).refine(
+        indices, swaps = get_backend(unit.backend).refine(
             unit.vision_affinity,
             self.query_affinity,
             selection.indices,
@@ -234,7 +273,7 @@ class GreedyRun:
         if not swaps:
             return selection
         kept = indices.tolist()
-        query, vision = torch.from_numpy(self.query_affinity), torch.from_numpy(unit.vision_affinity)
+        query, vision = torch.as_tensor(self.query_affinity), torch.as_tensor(unit.vision_affinity)
         return replace(
             selection,
             indices=indices,
@@ -263,6 +302,11 @@ def adaptive_size(budget: Coverage, runs: Sequence[GreedyRun], sizes: Ints) -> i
         relevant >= sum(run.saturated() for run in runs)
     )
     return int(np.argmax(enough)) if np.any(enough) else len(sizes) - 1
+
+
+def to_host(values: torch.Tensor) -> Any:
+    """A tensor's numbers as an array."""
+    return values.cpu().numpy()
 
 
 def _rule(query_affinity: QueryAffinity, parameters: Parameters) -> Rule:

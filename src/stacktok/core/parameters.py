@@ -78,7 +78,8 @@ class Parameters:
         How crops share a budget: "shared" is Algorithm 2; "uniform" and "proportional" (to the first nominee's gain)
         are fixed quotas.
     backend
-        "reference" (plain torch, reads like the paper), "cpu" (compiled), or "auto".
+        "reference" (plain torch, reads like the paper), "cpu" (compiled), "triton" (on the features' GPU), or "auto":
+        "triton" for tensors on a GPU where Triton is installed, otherwise "cpu".
     """
 
     tau_query: float = 0.02
@@ -120,7 +121,7 @@ class Parameters:
         _choice(self, "criterion", ("gated", "relevance", "coverage", "scalarized"))
         _choice(self, "fill", ("coverage", "index"))
         _choice(self, "allocation", ("shared", "uniform", "proportional"))
-        _choice(self, "backend", ("auto", "cpu", "reference"))
+        _choice(self, "backend", ("auto", "cpu", "reference", "triton"))
 
     def depth(self, rows: int, budget: int) -> int | None:
         """Kept tokens per query row that count; "auto" is a row's even share of the budget, ceil(k / m).

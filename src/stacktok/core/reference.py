@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,8 +50,11 @@ def gain_sums(affinity: torch.Tensor, thresholds: torch.Tensor) -> torch.Tensor:
     return gains
 
 
-def strictness(query_affinity: Matrix, parameters: Parameters) -> float:
-    """Beta of Eq. (beta): the mean entropy of the rows of A^qv, (m, n), over log n, clipped."""
+def strictness(query_affinity: Matrix | torch.Tensor, parameters: Parameters) -> float | torch.Tensor:
+    """Beta of Eq. (beta): the mean entropy of the rows of A^qv, (m, n), over log n, clipped.
+
+    Of a matrix on an accelerator it is a tensor, (), made there, so that nothing waits for it.
+    """
     m, n = query_affinity.shape
     if parameters.strictness is not None:
         return float(parameters.strictness)
@@ -58,13 +62,19 @@ def strictness(query_affinity: Matrix, parameters: Parameters) -> float:
         return float(parameters.beta_max)
     if n == 1:
         return float(parameters.beta_min)
+    if isinstance(query_affinity, torch.Tensor):
+        if query_affinity.device.type != "cpu":
+            b = query_affinity.double()
+            spread = -(b * b.clamp_min(parameters.entropy_floor).log()).sum() / (m * math.log(n))
+            return spread.clamp(parameters.beta_min, parameters.beta_max)
+        query_affinity = query_affinity.numpy()
     a = query_affinity.astype(np.float64)
     entropies = -(a * np.log(np.maximum(a, parameters.entropy_floor))).sum(axis=1)
     mean = math.fsum(entropies.tolist()) / (m * math.log(n))
     return float(min(max(mean, parameters.beta_min), parameters.beta_max))
 
 
-def target_sums(reference: Floats, beta: float) -> Floats:
+def target_sums(reference: Any, beta: float | torch.Tensor) -> Any:
     """N theta_t, Eq. (support-target), from n C^ref_t."""
     return beta * reference
 
@@ -128,7 +138,8 @@ def nominee_gains(steps: Steps, m: int, n: int) -> Floats:
 
     A crop's nominee depends on its own set alone, so its nominees are the picks of its own run of Algorithm 1.
     """
-    return np.diff(steps.relevance) / max(1, m) + np.diff(steps.coverage) / n
+    gains: Floats = np.diff(steps.relevance) / max(1, m) + np.diff(steps.coverage) / n
+    return gains
 
 
 def allocate(gains: Sequence[Floats], total: int) -> tuple[Ints, Ints]:

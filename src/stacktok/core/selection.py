@@ -15,12 +15,13 @@ from stacktok.core.affinity import (
     check_features,
     check_query,
     given_affinity,
+    norms_of,
     query_affinities,
     row_norms,
     vision_affinity,
 )
 from stacktok.core.budget import Budget, Coverage, resolve_budget
-from stacktok.core.greedy import CoverageReference, GreedyRun, adaptive_size
+from stacktok.core.greedy import CoverageReference, GreedyRun, adaptive_size, choose_backend
 from stacktok.core.inputs import Array, Eligible, Mask, check_same_device, eligible_mask
 from stacktok.core.parameters import Parameters, Settings
 from stacktok.core.record import Selection
@@ -52,12 +53,15 @@ class PreparedImage:
     ) -> None:
         x, z, _ = check_features(vision, projected, None, where)
         self.parameters = parameters
+        backend = choose_backend(parameters.backend, x.device, len(x))
+        host = backend != "triton"
+        norms = row_norms(x, f"{where}vision") if host else norms_of(x)
         self.reference = CoverageReference(
-            vision_affinity(x, parameters.tau_vision, parameters.norm_epsilon, row_norms(x, f"{where}vision")),
+            vision_affinity(x, parameters.tau_vision, parameters.norm_epsilon, norms, host=host),
             eligible_mask(eligible, len(x)),
-            parameters.backend,
+            backend,
         )
-        self.embeddings = Embeddings.of(z, parameters.norm_epsilon, f"{where}projected")
+        self.embeddings = Embeddings.of(z, parameters.norm_epsilon, f"{where}projected", host=host)
 
     @property
     def n(self) -> int:
@@ -198,7 +202,7 @@ def _select(reference: CoverageReference, query: QueryAffinity, parameters: Para
     """Algorithm 1 to the budget, and the swaps."""
     adaptive = Coverage.of(budget)
     k = resolve_budget(budget if adaptive is None else adaptive.at_most, reference.n, reference.capacity)
-    (run,) = GreedyRun.run([(reference, query)], parameters, k, [k], [k])
+    run = GreedyRun.run([(reference, query)], parameters, k, [k], [k])[0].on_host()
     if adaptive is None:
         return run.record(k)
     return run.record(k).prefix(adaptive_size(adaptive, [run], np.arange(k + 1)[:, None]), refine=True)
@@ -218,7 +222,11 @@ def given_unit(
         a_qv = given_affinity(query_affinity, f"{crop}query_affinity", depth)
         if a_qv.shape[1] != n:
             raise ValueError(f"{crop}query_affinity has {a_qv.shape[1]} columns for {n} tokens; give a matrix (m, n)")
-    return CoverageReference(a_vv, eligible_mask(eligible, n), parameters.backend), a_qv
+    device = vision_affinity.device if isinstance(vision_affinity, torch.Tensor) else torch.device("cpu")
+    backend = choose_backend(parameters.backend, device, n)
+    if backend == "triton":
+        a_vv, a_qv = torch.from_numpy(a_vv).to(device), torch.from_numpy(a_qv).to(device)
+    return CoverageReference(a_vv, eligible_mask(eligible, n), backend), a_qv
 
 
 def question_parameters(parameters: Parameters, changes: dict[str, Any]) -> Parameters:

@@ -34,7 +34,7 @@ CRITERIA = ("relevance", "coverage", "scalarized", "fill")
 
 
 class Problem(NamedTuple):
-    """A greedy run over one image or crop.
+    """A greedy run over one image or crop, in arrays, or in tensors of one device for `stacktok.kernels.triton`.
 
     Attributes
     ----------
@@ -55,16 +55,16 @@ class Problem(NamedTuple):
     """
 
     state: Any
-    query_affinity: Matrix
-    targets: Floats
+    query_affinity: Any
+    targets: Any
     rule: Rule
     depth: int | None = 1
     alpha: float = 0.0
-    weights: Floats | None = None
+    weights: Any = None
 
 
 class Steps(NamedTuple):
-    """The k steps of a greedy run.
+    """The k steps of a greedy run, in arrays or tensors as the problem was.
 
     Attributes
     ----------
@@ -78,11 +78,11 @@ class Steps(NamedTuple):
         m R(S_t) and n C(S_t) for t = 0..k, (k + 1,).
     """
 
-    order: Ints
-    criterion: Ints
-    bound: Mask
-    relevance: Floats
-    coverage: Floats
+    order: Any
+    criterion: Any
+    bound: Any
+    relevance: Any
+    coverage: Any
 
 
 class Swap(NamedTuple):

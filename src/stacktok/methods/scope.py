@@ -58,4 +58,5 @@ class SCOPE(TowerMethod, PickMethod):
         no_query = np.zeros((0, crop.n), dtype=similarity.dtype)
         state = backend.precompute(similarity, crop.eligible)
         (steps,) = backend.greedy([Problem(state, no_query, np.zeros(k), Rule.COVERAGE, weights=weights)])
-        return steps.order
+        order: Ints = steps.order
+        return order
