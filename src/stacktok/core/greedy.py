@@ -225,7 +225,7 @@ class GreedyRun:
         return coverage_sum(torch.as_tensor(self.query_affinity), eligible, self.depth)
 
     def record(self, k: int) -> Selection:
-        """The record at k tokens, at most the run's, with swaps if the parameters ask for them; of a run on the host."""
+        """The record at k tokens, at most the run's, with swaps where the parameters ask; of a run on the host."""
         m, n = self.query_affinity.shape
         relevance, coverage = self.steps.relevance[: k + 1] / max(1, m), self.steps.coverage[: k + 1] / n
         selection = Selection(
