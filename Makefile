@@ -6,6 +6,9 @@ STAMP := $(VENV)/.ready
 EVAL_VENV ?= .venv-eval
 EVAL_BIN := $(EVAL_VENV)/bin
 EVAL_STAMP := $(EVAL_VENV)/.ready
+LOWEST_VENV ?= .venv-lowest
+LOWEST_BIN := $(LOWEST_VENV)/bin
+LOWEST_STAMP := $(LOWEST_VENV)/.ready
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.ready
@@ -14,7 +17,8 @@ TRITON_BIN := $(TRITON_VENV)/bin
 TRITON_STAMP := $(TRITON_VENV)/.ready
 CHROMIUM ?= /usr/bin/chromium
 
-.PHONY: setup setup-eval setup-vllm setup-triton browser figures demo test test-eval test-vllm test-triton soak lint format bench-select \
+.PHONY: setup setup-eval setup-vllm setup-triton setup-lowest browser figures demo test test-eval test-vllm test-triton \
+	test-lowest soak lint format bench-select \
 	bench-models bench-view bench-serve results train-embedded train-embedded-next clean
 
 setup: $(STAMP)
@@ -65,6 +69,21 @@ $(TRITON_STAMP): pyproject.toml constraints.txt
 test-triton: setup-triton
 	TRITON_INTERPRET=1 $(TRITON_BIN)/python -m pytest tests/kernels
 	$(TRITON_BIN)/python benchmarks/kernel_resources.py
+
+# The lowest version of every requirement that the package declares; torch stays as in constraints.txt.
+setup-lowest: $(LOWEST_STAMP)
+
+$(LOWEST_STAMP): pyproject.toml constraints.txt tests/lowest.py
+	$(PYTHON) -m venv $(LOWEST_VENV)
+	$(PYTHON) tests/lowest.py > $(LOWEST_VENV)/lowest.txt
+	$(LOWEST_BIN)/python -m pip install --quiet -c constraints.txt -c $(LOWEST_VENV)/lowest.txt -e '.[all]' \
+		pytest pytest-xdist hypothesis httpx num2words
+	touch $(LOWEST_STAMP)
+
+# Commands, drawing, reading pictures and evaluating: where other packages' interfaces are used most.
+test-lowest: setup-lowest
+	$(LOWEST_BIN)/python -m pytest -n 2 tests/cli tests/figures tests/evaluation/test_cells.py tests/evaluation/test_report.py \
+		tests/models/test_pictures.py tests/models/test_loading.py tests/core/test_gate.py tests/core/test_affinity.py
 
 # Ten minutes; CI runs one minute of the same among its tests.
 soak: setup-vllm
@@ -129,3 +148,4 @@ train-embedded-next: setup
 
 clean:
 	rm -rf $(VENV) $(EVAL_VENV) $(VLLM_VENV) $(TRITON_VENV) build dist out
+	rm -rf $(VENV) $(EVAL_VENV) $(VLLM_VENV) $(LOWEST_VENV) build dist out
