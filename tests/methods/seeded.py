@@ -187,6 +187,24 @@ def video(case: Case, width: int = 64) -> torch.Tensor:
     return torch.from_numpy(base + np.cumsum(steps, 0)).float()
 
 
+def drawn_cells(seed: int, h: int, w: int, colours: int, noise: float, size: int = 12) -> torch.Tensor:
+    """A picture of rectangles in a few grey levels, as cells of pixels, (h, w, size), with noise."""
+    draw = np.random.RandomState(7000 + seed)
+    levels = draw.randint(0, 256, size=(colours, size)) / 255
+    shown = np.zeros((h, w), dtype=np.int64)
+    for _ in range(6):
+        top, left = draw.randint(h), draw.randint(w)
+        shown[top : top + 1 + draw.randint(h), left : left + 1 + draw.randint(w)] = draw.randint(colours)
+    pixels = levels[shown] + noise * draw.uniform(-1, 1, size=(h, w, size))
+    return torch.from_numpy(pixels).float()
+
+
+def cell_cases(path: Path) -> list[dict[str, Any]]:
+    """The recorded pictures of `drawn_cells`."""
+    found: list[dict[str, Any]] = json.loads(path.read_text())["cases"]
+    return found
+
+
 def cases(sizes: tuple[tuple[int, int], ...], repeats: int = 2) -> list[Case]:
     """Uniform and clustered features, one and five crops, of every size (n, k)."""
     grid = [

@@ -277,6 +277,13 @@ class EncodedImage:
         """Tokens that the unpruned image fills in the language model's input, separators included."""
         return self.layout.length
 
+    def with_eligible(self, eligible: Mask) -> EncodedImage:
+        """The image with those of its eligible tokens, (n,), that a mask allows."""
+        own = np.concatenate([crop.eligible for crop in self.layout.crops])
+        layout = self.layout.with_eligible(own & eligible)
+        crops = zip(self.crops, layout.crops, strict=True)
+        return replace(self, layout=layout, crops=tuple(replace(crop, layout=new) for crop, new in crops))
+
     def with_attention(self, attention: Sequence[TowerAttention]) -> EncodedImage:
         """The image with the tower's attention to every crop."""
         crops = zip(self.crops, attention, strict=True)

@@ -17,6 +17,8 @@ from stacktok.methods.holov import HoloV
 from stacktok.methods.info import MethodInfo
 from stacktok.methods.layer_method import LayerMethod, LayerView
 from stacktok.methods.mmtok import MMTok
+from stacktok.methods.pixel_method import PixelMethod
+from stacktok.methods.pixelprune import PixelPrune
 from stacktok.methods.pyramiddrop import PyramidDrop
 from stacktok.methods.random_tokens import RandomTokens
 from stacktok.methods.registry import available, method_class
@@ -53,6 +55,8 @@ __all__ = [
     "Method",
     "MethodInfo",
     "PickMethod",
+    "PixelMethod",
+    "PixelPrune",
     "Prepared",
     "PyramidDrop",
     "RandomTokens",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from stacktok.methods.pixel_method import PixelMethod
     from stacktok.models.base import ModelAdapter
     from stacktok.runtime.attach import Attachment
 
@@ -41,6 +42,8 @@ class Method(ABC):
     positions
         "compact" numbers the pruned sequence from 0, "kept" leaves every token its original position; None follows the
         model family: compact for Llama-type language models, kept for M-RoPE.
+    before
+        A method that works before the vision tower, such as ``PixelPrune()``; None for none.
 
     Attributes
     ----------
@@ -73,6 +76,7 @@ class Method(ABC):
 
     budget: Budget | None = None
     positions: Positions | None = None
+    before: PixelMethod | None = None
 
     def __post_init__(self) -> None:
         first: object = self.budget
@@ -87,6 +91,10 @@ class Method(ABC):
                 budget_share(self.budget)
         if self.positions not in (None, "compact", "kept"):
             raise ValueError(f"positions={self.positions!r} is not known; use 'compact', 'kept' or None")
+        if self.before is not None and getattr(self.before, "stage", None) != "tower":
+            raise TypeError(
+                f"before={self.before!r} is not a method that works before the vision tower; give such as PixelPrune()"
+            )
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

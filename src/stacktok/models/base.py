@@ -19,6 +19,7 @@ from torch import nn
 
 from stacktok.core.attention import received_attention, row_attention
 from stacktok.core.tokens import EncodedImage, ImageLayout, TowerAttention
+from stacktok.models.partial import PartialTower
 from stacktok.models.query import content_words
 
 Features = tuple[torch.Tensor, torch.Tensor]
@@ -320,6 +321,42 @@ class ModelAdapter(ABC):
             The call.
         """
         raise ValueError(f"the adapter of {self.family} reads the tower's attention but does not say whose it is")
+
+    def partial_encoder(self, model: Any) -> nn.Module:
+        """The vision tower, for a family in which it can be given a part of a picture's cells."""
+        raise ValueError(
+            f"{self.family} encodes pictures whole: no cell can be left out before its vision tower, which takes views "
+            "of a fixed size or learned positions of a whole grid; prune after the tower, or use Qwen2-VL, Qwen2.5-VL, "
+            "Qwen3-VL or Qwen3.5"
+        )
+
+    def cells(self, call_arguments: Mapping[str, Any], model: Any, modality: str) -> list[torch.Tensor]:
+        """The picture's cells, one per token, as pixels: (frames, rows, columns, channels, values) per image.
+
+        Parameters
+        ----------
+        call_arguments
+            Arguments of ``get_{modality}_features``, by name.
+        model
+            The user's model.
+        modality
+            "image" or "video".
+        """
+        raise ValueError(f"the adapter of {self.family} does not say which pixels make a token")
+
+    def partial_tower(self, model: Any, grid: torch.Tensor, kept: torch.Tensor, source: torch.Tensor) -> PartialTower:
+        """The tower on a part of the cells.
+
+        Parameters
+        ----------
+        model
+            The user's model.
+        grid
+            Temporal patches, rows and columns of patches of every image, (images, 3).
+        kept, source
+            As in `PartialTower`.
+        """
+        raise ValueError(f"the adapter of {self.family} does not say how its vision tower takes a part of a picture")
 
     def base(self, model: Any) -> nn.Module:
         """The module that embeds the prompt, puts the image features in and calls the language model."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from stacktok.models.base import KeptTokens
+from stacktok.models.partial import PartialTower
 from stacktok.models.qwen2_vl import Qwen2VLAdapter
 
 _TIMESTAMP = re.compile(r"<\d+\.\d seconds>(?=<\|vision_start\|>)")
@@ -25,6 +27,23 @@ class TimestampedQwenAdapter(Qwen2VLAdapter):
     def user_text(self, turn: str) -> str:
         """The turn without the times of frames and the numbers of images and videos."""
         return super().user_text(_TIMESTAMP.sub("", turn))
+
+    def partial_tower(self, model: Any, grid: torch.Tensor, kept: torch.Tensor, source: torch.Tensor) -> PartialTower:
+        """Learned positions are interpolated to the whole grid; the kept patches have theirs."""
+        from transformers.vision_utils import get_vision_interpolation_indices_and_weights
+
+        part = super().partial_tower(model, grid, kept, source)
+        visual: Any = self.base(model).visual
+        indices, weights = get_vision_interpolation_indices_and_weights(
+            grid,
+            num_grid_per_side=visual.num_grid_per_side,
+            mode=visual.interpolation_mode,
+            align_corners=visual.interpolation_align_corners,
+            spatial_merge_size=model.config.vision_config.spatial_merge_size,
+        )
+        patches = part.patches.to(indices.device)
+        learned = {"interp_indices": indices[patches], "interp_weights": weights[patches]}
+        return replace(part, arguments={**part.arguments, **learned})
 
 
 class Qwen3VLAdapter(TimestampedQwenAdapter):

@@ -151,6 +151,7 @@ class BeforePruning(Pruning):
                         reduction,
                         (len(reduction),) * self.depth,
                         self.caching,
+                        self.capture.not_encoded(one, call.outputs[one.modality]),
                     ),
                 )
         self.run.last = tuple(results.values())

@@ -23,6 +23,8 @@ from torch import nn
 from stacktok.core.inputs import Mask
 from stacktok.core.tokens import EncodedImage, Ints, Reduction
 from stacktok.models.base import EncoderCall, ModelAdapter, TowerReading
+from stacktok.models.partial import PartialTower
+from stacktok.runtime.pixels import PixelTap, whole_reading
 from stacktok.runtime.tower import TowerTap
 
 if TYPE_CHECKING:
@@ -41,6 +43,8 @@ class EncoderTap:
         The encoder function.
     note
         Told an output and its arguments by name.
+    begin
+        Told the arguments before the function runs; None for nobody.
     running
         Shared by the taps of one model: one encoder function may call another (videos are encoded as images), and only
         the outer call is what the model asked for.
@@ -51,8 +55,9 @@ class EncoderTap:
         function: Callable[..., Any],
         note: Callable[[Any, dict[str, Any]], None],
         running: threading.local,
+        begin: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
-        self._function, self._note, self._running = function, note, running
+        self._function, self._note, self._running, self._begin = function, note, running, begin
         self._signature = inspect.signature(function)
         functools.update_wrapper(self, function)
 
@@ -60,12 +65,15 @@ class EncoderTap:
         """Encode, and note the output with its arguments by name."""
         if getattr(self._running, "encoder", False):
             return self._function(*args, **kwargs)
+        arguments = dict(self._signature.bind(*args, **kwargs).arguments)
+        if self._begin is not None:
+            self._begin(arguments)
         self._running.encoder = True
         try:
             output = self._function(*args, **kwargs)
         finally:
             self._running.encoder = False
-        self._note(output, dict(self._signature.bind(*args, **kwargs).arguments))
+        self._note(output, arguments)
         return output
 
 
@@ -75,8 +83,8 @@ class Captured:
 
     Attributes
     ----------
-    call, reading
-        The encoder call, and the tower's attention during it.
+    call, reading, part
+        The encoder call, the tower's attention during it, and the part of the pictures that was encoded.
     images
         The images, once read.
     groups
@@ -92,6 +100,7 @@ class Captured:
 
     call: EncoderCall
     reading: TowerReading | None
+    part: PartialTower | None = None
     images: list[EncodedImage] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
     seconds: float = 0.0
@@ -104,6 +113,9 @@ class Captured:
             return
         begin = time.perf_counter()
         self.images = adapter.encode(self.call, self.reading, groups)
+        if self.part is not None:
+            kept = np.split(self.part.kept.numpy(), np.cumsum([image.n for image in self.images])[:-1])
+            self.images = [image.with_eligible(own) for image, own in zip(self.images, kept, strict=True)]
         self.groups = [1] * len(self.images) if groups is None else list(groups)
         self.seconds = time.perf_counter() - begin
 
@@ -176,10 +188,23 @@ class Capture:
         The user's model and processor, and the family's adapter.
     tower
         Reads the vision tower's attention, for methods that need it.
+    pixels
+        A method before the vision tower.
+    bypassed
+        Whether calls to come are left alone by it.
     """
 
-    def __init__(self, model: Any, processor: Any, adapter: ModelAdapter, tower: TowerTap | None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        processor: Any,
+        adapter: ModelAdapter,
+        tower: TowerTap | None,
+        pixels: PixelTap | None = None,
+        bypassed: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.model, self.processor, self.adapter, self.tower = model, processor, adapter, tower
+        self.pixels, self.bypassed = pixels, bypassed
         self._local = threading.local()
 
     def attach(self, undo: list[Callable[[], object]], noted: Callable[[str, Any], None]) -> None:
@@ -202,18 +227,30 @@ class Capture:
                 self._note(modality, output, arguments)
                 noted(modality, output)
 
+            def begin(arguments: dict[str, Any], modality: str = modality) -> None:
+                if self.pixels is not None:
+                    # A call that failed may have left its decision.
+                    self.pixels.take()
+                    if not self.bypassed():
+                        self.pixels.decide(modality, arguments)
+
             name = f"get_{modality}_features"
             undo.append(functools.partial(_put_back, base, name, vars(base).get(name)))
-            vars(base)[name] = EncoderTap(getattr(base, name), uncompiled(note), running)
+            vars(base)[name] = EncoderTap(getattr(base, name), uncompiled(note), running, uncompiled(begin))
         if self.tower is not None:
             self.tower.attach(undo)
+        if self.pixels is not None:
+            self.pixels.attach(undo)
 
     def _note(self, modality: str, output: Any, arguments: Mapping[str, Any]) -> Captured | None:
+        part = None if self.pixels is None else self.pixels.take()
         if getattr(output, "pooler_output", None) is None:
             return None
         reading = None if self.tower is None else self.tower.take()
+        if reading is not None and part is not None:
+            reading = whole_reading(reading, part)
         call = EncoderCall(modality, output, tuple(self.adapter.units(output)), arguments, self.model, self.processor)
-        captured = Captured(call, reading)
+        captured = Captured(call, reading, part)
         setattr(output, _ATTRIBUTE, captured)
         self._local.__dict__.setdefault("latest", {})[modality] = weakref.ref(captured)
         return captured
@@ -230,6 +267,14 @@ class Capture:
         if found is None:
             raise ValueError(f"the encoder's output has no {modality} features; pass it as it was returned")
         return found
+
+    def not_encoded(self, placed: PlacedImage, output: Any) -> int:
+        """Tokens of an image that never entered the vision tower."""
+        captured = self.captured(placed.modality, output)
+        if captured.part is None:
+            return 0
+        first = sum(image.n for image in captured.images[: placed.index])
+        return int((~captured.part.kept[first : first + placed.image.n]).sum())
 
     def place(self, outputs: Mapping[str, Any], input_ids: torch.Tensor | None, valid: Mask) -> Placement:
         """Find the images of a batch of prompts.

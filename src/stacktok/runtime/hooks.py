@@ -21,6 +21,7 @@ from torch import nn
 from stacktok.models.base import KeptTokens, ModelAdapter
 from stacktok.runtime.cache import CacheState
 from stacktok.runtime.capture import Capture
+from stacktok.runtime.pixels import PixelTap
 from stacktok.runtime.question import QuestionReader
 from stacktok.runtime.run import PROMPT, Pruned
 from stacktok.runtime.tower import TowerTap
@@ -81,7 +82,8 @@ class Pruning(ABC):
             keep_blanks=method.keeps_blank_rows,
         )
         tower = TowerTap(adapter, model, method.tower_signal) if method.reads_tower else None
-        self.capture = Capture(model, processor, adapter, tower)
+        pixels = None if method.before is None else PixelTap(method.before, adapter, model, processor)
+        self.capture = Capture(model, processor, adapter, tower, pixels, lambda: self.run.budget is None)
         self.depth = len(adapter.layers(model))
         config: Any = adapter.language_model(model).config
         kinds = getattr(config, "layer_types", None) or [""] * self.depth

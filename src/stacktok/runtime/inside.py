@@ -23,7 +23,9 @@ from stacktok.core.inputs import Mask
 from stacktok.core.tokens import SEPARATOR, EncodedImage, Ints, Reduction
 from stacktok.methods.choice import MergedTokens, checked_indices
 from stacktok.methods.layer_method import LayerMethod, LayerView, Reading
+from stacktok.methods.pixel_method import AllTokens
 from stacktok.models.base import KeptTokens, ModelAdapter
+from stacktok.runtime.before import BeforePruning
 from stacktok.runtime.cache import state_of
 from stacktok.runtime.compaction import count_positions, padding_of
 from stacktok.runtime.hooks import Call, Pruning
@@ -68,8 +70,9 @@ class Visual:
     ----------
     row, modality, index, image
         Where it is, and what it is.
-    indices
-        Its tokens in the prompt.
+    indices, offsets
+        Its tokens in the prompt as it enters the language model, and their indices among all tokens of the image, of
+        which a method before the vision tower may have removed some.
     text
         Text tokens of the prompt that follow it.
     keeps
@@ -87,6 +90,7 @@ class Visual:
     index: int
     image: EncodedImage
     indices: Ints
+    offsets: Ints
     text: Ints
     keeps: tuple[int, ...]
     at: Ints
@@ -172,6 +176,11 @@ class InsidePruning(Pruning):
         self.cuts = method.layers(self.depth)
         self.ranking = [adapter.ranking_attention(model, layer) for layer in self.cuts]
         self.keep_positions = adapter.mrope or (method.positions or method.default_positions) == "kept"
+        # Tokens that a method before the vision tower removed leave the sequence before it enters.
+        self.entrance: BeforePruning | None = None
+        if method.before is not None:
+            self.entrance = BeforePruning(AllTokens(budget=1.0, before=method.before), model, processor, adapter)
+            self.entrance.run, self.entrance.capture = self.run, self.capture
 
     def attach(self, undo: list[Callable[[], object]]) -> None:
         """Set every hook; ``undo`` receives the functions that remove them."""
@@ -183,12 +192,17 @@ class InsidePruning(Pruning):
             self.before_module(undo, layers[number], self._layer(number))
 
     def begin(self, call: Call, kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """Note how much the cache holds; the base model's arguments stay as they are."""
+        """Note how much the cache holds; the base model's arguments stay as they are unless tokens went before."""
+        if self.entrance is not None:
+            return self.entrance.begin(call, kwargs)
         call.past = state_of(kwargs.get("past_key_values"))[1]
         return None
 
     def enter(self, call: Call, kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """Plan the cuts of a prompt, or find what an earlier one left on the cache; the prompt enters whole."""
+        """Plan the cuts of a prompt, or find what an earlier one left on the cache; what was encoded enters whole."""
+        shorter = None if self.entrance is None else self.entrance.enter(call, kwargs)
+        if shorter is not None:
+            kwargs = shorter
         cache = kwargs.get("past_key_values")
         held: LayerCache | None = getattr(cache, _ATTRIBUTE, None)
         if held is not None and call.past:
@@ -197,7 +211,7 @@ class InsidePruning(Pruning):
             begin = time.perf_counter()
             call.plan = self._plan(call, self.run.budget, cache, kwargs)
             call.plan.before = time.perf_counter() - begin
-        return None
+        return shorter
 
     def _continue_layers(self, call: Call, held: LayerCache, cache: Any, kwargs: dict[str, Any]) -> None:
         embeds, mask = kwargs["inputs_embeds"], kwargs.get("attention_mask")
@@ -251,26 +265,36 @@ class InsidePruning(Pruning):
             raise ValueError(f"{name} cannot follow a sliding window of {window} in a prompt of {length} tokens")
         padding = padding_of(mask, length, call.past)
         valid: Mask = np.array(np.broadcast_to(True if padding is None else padding, (batch, length)))
-        placement = self.capture.place(call.outputs, call.input_ids, valid)
+        prompt = valid if call.kept is None or call.input_ids is None else _prompt_mask(call.kept, call.input_ids)
+        placement = self.capture.place(call.outputs, call.input_ids, prompt)
         visuals = []
         for row, placed in enumerate(placement.rows):
-            text = np.flatnonzero(placement.text[row])
+            # Where each token of the prompt stands in what enters, -1 for those that are gone.
+            column = np.arange(prompt.shape[1])
+            if call.kept is not None:
+                own = call.kept.valid[row].numpy()
+                column = np.full(prompt.shape[1], -1)
+                column[call.kept.indices[row].numpy()[own]] = np.flatnonzero(own)
+            text = column[placement.text[row]]
             for one in placed:
-                after = text[text > one.indices[-1]]
+                offsets = np.flatnonzero(column[one.indices] >= 0)
+                indices = column[one.indices[offsets]]
+                after = text[text > indices[-1]]
                 if not len(after):
                     after = np.flatnonzero(valid[row])[-1:]
-                n = len(one.indices)
+                n = len(indices)
                 visuals.append(
                     Visual(
                         row=row,
                         modality=one.modality,
                         index=one.index,
                         image=one.image,
-                        indices=one.indices,
+                        indices=indices,
+                        offsets=offsets,
                         text=after,
                         keeps=self.method.keeps(self.depth, n, budget),
-                        at=one.indices,
-                        sources=[np.array([offset]) for offset in range(n)],
+                        at=indices,
+                        sources=[np.array([offset]) for offset in offsets],
                         per_cut=[n],
                     )
                 )
@@ -517,7 +541,13 @@ class InsidePruning(Pruning):
         plan: Plan | None = call.plan
         if plan is None:
             return
-        last = plan.stages[-1].origin
+        if self.entrance is not None:
+            self.entrance.leave(call, output)
+        stage = plan.stages[-1].origin
+        last = stage
+        if call.kept is not None:
+            # From columns of what entered to those of the prompt.
+            last = call.kept.indices.gather(1, stage.clamp_min(0)).masked_fill(stage < 0, -1)
         self.run.kept_positions = last
         self.run.layer_seconds = plan.seconds
         self.run.seconds = plan.before + plan.seconds
@@ -529,13 +559,14 @@ class InsidePruning(Pruning):
                 ImageResult(
                     visual.row // plan.times,
                     visual.modality,
-                    len(visual.indices),
+                    visual.image.length,
                     len(visual.at),
                     None,
                     visual.image,
-                    _reduction(visual, last[visual.row].numpy(), self.run.seconds / len(plan.visuals)),
+                    _reduction(visual, stage[visual.row].numpy(), self.run.seconds / len(plan.visuals)),
                     per_layer,
                     self.caching,
+                    visual.image.length - len(visual.indices),
                 ),
             )
         self.run.last = tuple(results.values())
@@ -596,9 +627,17 @@ def _reduction(visual: Visual, origin: Ints, seconds: float) -> Reduction:
     for c, crop in enumerate(image.crops):
         tokens = np.flatnonzero(crop.offsets >= 0)
         pair_of[crop.offsets[tokens]] = np.stack([np.full(len(tokens), c), tokens], axis=1)
-    offsets = np.searchsorted(visual.indices, origin[visual.at])
+    offsets = visual.offsets[np.searchsorted(visual.indices, origin[visual.at])]
     merged = {output: pair_of[sources] for output, sources in enumerate(visual.sources) if len(sources) > 1}
     return Reduction(pair_of[offsets], {}, merged, None, seconds)
+
+
+def _prompt_mask(kept: KeptTokens, input_ids: torch.Tensor) -> Mask:
+    """Tokens of a prompt, (B, S), that are not padding: images are found among all of them."""
+    valid = np.zeros(tuple(input_ids.shape), dtype=np.bool_)
+    for row, (indices, own) in enumerate(zip(kept.indices.numpy(), kept.valid.numpy(), strict=True)):
+        valid[row, indices[own]] = True
+    return valid
 
 
 def _is_static(cache: Any) -> bool:

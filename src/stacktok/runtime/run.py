@@ -44,6 +44,8 @@ class ImageResult:
         What the method was given and what it returned.
     per_layer
         Tokens of the image that entered each layer of the language model: the one way in which all methods are counted.
+    not_encoded
+        Tokens of the image that a method before the vision tower removed.
     caching
         Which layers keep keys and values of every token; all where it is empty. Recurrent layers keep a state, and
         layers that share those of an earlier one keep none.
@@ -58,11 +60,17 @@ class ImageResult:
     reduction: Reduction
     per_layer: tuple[int, ...] = ()
     caching: tuple[bool, ...] = ()
+    not_encoded: int = 0
 
     @property
     def average(self) -> float:
         """Tokens per layer, averaged over the layers."""
         return sum(self.per_layer) / max(1, len(self.per_layer))
+
+    @property
+    def removed(self) -> dict[str, int]:
+        """Tokens that each stage removed: before the vision tower, and after it."""
+        return {"before the tower": self.not_encoded, "after the tower": self.before - self.after - self.not_encoded}
 
     @property
     def cache_entries(self) -> int:
