@@ -275,9 +275,13 @@ def test_methods_lists_every_method_with_its_facts(monkeypatch: Any, capsys: Any
         "stacktok",
         "mmtok",
         "cdpruner",
+        "dart-emb",
         "fastv",
         "sparsevlm",
+        "dart",
+        "pyramiddrop",
     ]
+    assert found["pixelprune"]["stage"] == "tower"
     code, out, _ = shell(monkeypatch, capsys, "methods")
     assert code == 0
     for facts in found.values():
@@ -291,6 +295,7 @@ def test_bench_compares_all_methods_and_names_those_that_cannot_run(monkeypatch:
     report = json.loads(out)
     rows = {row["method"]: row for row in report["table"]}
     refused = {"FastV": "full_layers=2 leaves nothing to prune", "EVS": "frames of a video", "VidCom2": "frames of a"}
+    refused |= {"DART": refused["FastV"], "PyramidDrop": "as an average over 2 layers cannot be met"}
     assert set(rows) == {"full", *(method.info.name for method in available().values())} - set(refused)
     assert all(row["selection s"] > 0 for name, row in rows.items() if name != "full")
     assert {row["layer average"] for name, row in rows.items() if name not in ("full", "SparseVLM")} == {64.0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
+from stacktok.evaluation.cells import cells_of
+from stacktok.evaluation.plan import MethodPart, load_plan
 from stacktok.methods import (
     DART,
     AveragePool,
@@ -20,7 +23,9 @@ from stacktok.methods import (
     SparseVLM,
     StackTok,
     VisionZip,
+    settings,
 )
+from stacktok.serving.settings import Settings
 from tests.methods import layer_by_layer
 from tests.methods.seeded import FIXTURES, cell_cases, drawn_cells
 from tests.models.by_hand import deepstack_rows, sequence, stock_arguments
@@ -274,3 +279,18 @@ def test_families_that_encode_pictures_whole_say_so(family: str) -> None:
 def test_before_takes_methods_of_that_stage() -> None:
     with pytest.raises(TypeError, match=r"before=FastV.* is not a method that works before the vision tower"):
         StackTok(budget=8, before=FastV(budget=8))  # type: ignore[arg-type]
+
+
+def test_a_method_before_the_tower_is_named_in_settings_and_refused_where_it_cannot_work(tmp_path: Path) -> None:
+    method = StackTok(budget=8, before="pixelprune")  # type: ignore[arg-type]
+    assert method == StackTok(budget=8, before=PixelPrune())
+    (tmp_path / "own.yaml").write_text(settings.settings_text(method))
+    assert settings.load(tmp_path / "own.yaml") == method
+    with pytest.raises(ValueError, match="before='x' is not known; give one of pixelprune"):
+        StackTok(budget=8, before="x")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="before=PixelPrune cannot be served"):
+        Settings.read({"method": "stacktok", "budget": 8, "parameters": {"before": "pixelprune"}})
+    part = MethodPart(name="both", method="stacktok", settings={"before": "pixelprune"})
+    plan = load_plan("embedded").model_copy(update={"methods": [part]})
+    with pytest.raises(ValueError, match="method 'both' has a parameter before, and the engine 'loop'"):
+        cells_of(plan)

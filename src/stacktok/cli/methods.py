@@ -11,15 +11,16 @@ import typer
 from stacktok.cli.common import stdout, user_errors
 
 if TYPE_CHECKING:
-    from stacktok.methods import Method
+    from stacktok.methods import Method, PixelMethod
 
 
 def methods(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """List the methods: stage, whether they need attention scores or the question, paper, deviations."""
     with user_errors():
-        from stacktok.methods import available
+        from stacktok.methods.registry import available, available_before_tower
 
         found = {name: described(method) for name, method in available().items()}
+        found |= {name: before_tower(method) for name, method in available_before_tower().items()}
     if as_json:
         print(json.dumps(found))
         return
@@ -29,17 +30,25 @@ def methods(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
     from rich.text import Text
 
     table = Table("--method", "name", "stage", "attention of", "question", "paper", box=None, padding=(0, 2, 0, 0))
+    table.columns[1].no_wrap = True
     for name, info in found.items():
         asked = "yes" if info["query_aware"] else "no"
         table.add_row(name, info["name"], info["stage"], info["attention"] or "-", asked, info["paper"])
     console = stdout()
     console.print(table)
-    console.print("\nstage: before or inside the language model; question: whether it has a say\n", highlight=False)
+    console.print("\nstage: before or inside the language model; question: whether it has a say", highlight=False)
+    console.print("tower: before the vision tower; joins any method by `--set before=pixelprune`\n", highlight=False)
     for info in found.values():
         if info["deviations"]:
             console.print(f"{info['name']}, against the original:", highlight=False)
             for deviation in info["deviations"]:
                 console.print(Padding(Text(f"- {deviation}"), (0, 0, 0, 2)))
+
+
+def before_tower(method: type[PixelMethod]) -> dict[str, Any]:
+    """A row of the table for a method that works before the vision tower."""
+    needs = {"stage": method.stage, "query_aware": False, "attention": "", "merges": False}
+    return {**needs, **asdict(method.info)}
 
 
 def described(method: type[Method]) -> dict[str, Any]:

@@ -134,7 +134,13 @@ def cells_of(plan: Plan) -> list[Cell]:
             runs.append((None, None, None, None))
         for method in plan.methods:
             pairs = list(plan.runs_of(model, method))
-            before = [build_method(method, *pair).stage == "before" for pair in pairs]
+            objects = [build_method(method, *pair) for pair in pairs]
+            if plan.engine == "loop" and any(one.before is not None for one in objects):
+                raise ValueError(
+                    f"method {method.name!r} has a parameter before, and the engine 'loop' encodes every picture once "
+                    "and whole, for all methods; use the engine lmms-eval, or leave before out"
+                )
+            before = [one.stage == "before" for one in objects]
             for condition in (None, *plan.conditions):
                 runs += [
                     (method, condition, *pair)

@@ -43,7 +43,7 @@ class Method(ABC):
         "compact" numbers the pruned sequence from 0, "kept" leaves every token its original position; None follows the
         model family: compact for Llama-type language models, kept for M-RoPE.
     before
-        A method that works before the vision tower, such as ``PixelPrune()``; None for none.
+        A method that works before the vision tower, such as ``PixelPrune()`` or its name; None for none.
 
     Attributes
     ----------
@@ -91,7 +91,13 @@ class Method(ABC):
                 budget_share(self.budget)
         if self.positions not in (None, "compact", "kept"):
             raise ValueError(f"positions={self.positions!r} is not known; use 'compact', 'kept' or None")
-        if self.before is not None and getattr(self.before, "stage", None) != "tower":
+        given: object = self.before
+        if isinstance(given, str):
+            # Names are known to the registry, which knows this class.
+            from stacktok.methods.registry import pixel_method
+
+            object.__setattr__(self, "before", pixel_method(given))
+        elif self.before is not None and getattr(self.before, "stage", None) != "tower":
             raise TypeError(
                 f"before={self.before!r} is not a method that works before the vision tower; give such as PixelPrune()"
             )

@@ -24,7 +24,7 @@ class DARTEmbeddings(PickMethod):
     query_aware = True
     info = MethodInfo(
         name="DART, embeddings",
-        paper="DART, EMNLP 2025, as in TensorRT Edge-LLM",
+        paper="DART, in Edge-LLM",
         deviations=(
             "text pivots are rows of the question, not of the whole prompt with its template",
             "the crops of an image are one set",

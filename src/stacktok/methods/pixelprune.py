@@ -31,7 +31,7 @@ class PixelPrune(PixelMethod):
 
     info = MethodInfo(
         name="PixelPrune",
-        paper="PixelPrune, 2026 (pred_2d)",
+        paper="PixelPrune, 2026",
         deviations=(
             "frames of a video are coded each by itself; the original takes images alone",
             "pixels that a processor or caller has cast to half precision are compared as such",

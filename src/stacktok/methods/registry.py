@@ -5,9 +5,12 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stacktok.methods.base import Method
+
+if TYPE_CHECKING:
+    from stacktok.methods.pixel_method import PixelMethod
 
 GROUP = "stacktok.methods"
 """Entry-point group: name = the method's name, value = a `Method` subclass."""
@@ -21,7 +24,7 @@ BUILT_IN = {
     "vispruner": "stacktok.methods.vispruner:VisPruner",
     "scope": "stacktok.methods.scope:SCOPE",
     "holov": "stacktok.methods.holov:HoloV",
-    "dart-embeddings": "stacktok.methods.dart_embeddings:DARTEmbeddings",
+    "dart-emb": "stacktok.methods.dart_embeddings:DARTEmbeddings",
     "evs": "stacktok.methods.evs:EVS",
     "vidcom2": "stacktok.methods.vidcom2:VidCom2",
     "random": "stacktok.methods.random_tokens:RandomTokens",
@@ -32,6 +35,27 @@ BUILT_IN = {
     "dart": "stacktok.methods.dart:DART",
     "pyramiddrop": "stacktok.methods.pyramiddrop:PyramidDrop",
 }
+
+
+BEFORE_TOWER = {"pixelprune": "stacktok.methods.pixelprune:PixelPrune"}
+"""Methods that work before the vision tower, which others are combined with."""
+
+
+def available_before_tower() -> dict[str, type[PixelMethod]]:
+    """Every method that works before the vision tower, by name."""
+    found = {}
+    for name, path in BEFORE_TOWER.items():
+        module, attribute = path.split(":")
+        found[name] = getattr(import_module(module), attribute)
+    return found
+
+
+def pixel_method(name: str) -> PixelMethod:
+    """The method before the vision tower of a name, with its defaults."""
+    methods = available_before_tower()
+    if name.lower() not in methods:
+        raise ValueError(f"before={name!r} is not known; give one of {', '.join(methods)}, or an object")
+    return methods[name.lower()]()
 
 
 def available() -> dict[str, type[Method]]:

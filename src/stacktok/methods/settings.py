@@ -10,7 +10,7 @@ from typing import Any
 from stacktok.core.budget import Budget, Coverage
 from stacktok.core.limits import shown
 from stacktok.methods.base import Method
-from stacktok.methods.registry import available, method_class
+from stacktok.methods.registry import BEFORE_TOWER, available, method_class, pixel_method
 
 KEPT: Mapping[str, Mapping[str, Any]] = {name: {"counting": "kept"} for name in ("fastv", "dart", "pyramiddrop")}
 """Defaults under which every budget is met: as an average over layers a small one leaves nothing, and DART's published
@@ -116,6 +116,8 @@ def own_parameters(method: Method) -> dict[str, Any]:
     found = {}
     for field in fields(method):
         value = getattr(method, field.name)
+        if field.name == "before" and value is not None:
+            value = next((name for name in BEFORE_TOWER if pixel_method(name) == value), value)
         if field.name not in ("budget", "positions") and (field.default is MISSING or value != field.default):
             found[field.name] = value
     return found

@@ -221,6 +221,11 @@ def _method(name: str, budget: Any, parameters: Mapping[str, Any]) -> FeatureMet
             f"positions={method.positions!r} cannot be served: vLLM numbers tokens itself, compactly, and keeps the "
             "original positions for M-RoPE; leave positions out"
         )
+    if method.before is not None:
+        raise ValueError(
+            f"before={type(method.before).__name__} cannot be served: how many tokens an image keeps must follow from "
+            "its size, before its pixels are looked at; leave before out"
+        )
     for flag in ("share_budget", "keep_newlines"):
         if getattr(method, flag):
             raise ValueError(

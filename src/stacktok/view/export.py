@@ -148,4 +148,5 @@ def _mark(column: int, row: int, criterion: str) -> str:
 
 
 def _parameters(method: Method) -> dict[str, Any]:
-    return {field.name: getattr(method, field.name) for field in fields(method) if field.name != "budget"}
+    names = [field.name for field in fields(method) if field.name not in ("budget", "before")]
+    return {name: getattr(method, name) for name in names}
