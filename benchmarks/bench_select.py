@@ -1,6 +1,8 @@
 """The cost of a selection relative to the affinities it needs; one table, all ratios from one run.
 
     python benchmarks/bench_select.py [--quick]
+    python benchmarks/bench_select.py --device cuda     # selection on a GPU: ms, launches, bytes, next to a torch loop
+    python benchmarks/bench_select.py --model           # the cost model's prediction
 
 Every time is the median over repeats that take the measured things in turn, so that a slow spell of the machine hits
 all of them. "build" is the affinity build alone as this library does it, "plain build" the same in plain torch
@@ -23,6 +25,7 @@ import numpy as np
 import torch
 
 import stacktok
+from stacktok.bench.selection import prediction, table
 
 QUERY_ROWS, WIDTH = 12, 4096
 
@@ -183,7 +186,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="only sizes of 576 tokens per crop")
     parser.add_argument("--peak", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--device", default="cpu", help="cuda: the table of a GPU")
+    parser.add_argument("--model", action="store_true", help="print what the cost model predicts, and measure nothing")
     arguments = parser.parse_args()
+    if arguments.model or arguments.device != "cpu":
+        for line in prediction() if arguments.model else table(torch.device(arguments.device)):
+            print(line, flush=True)
+        return
     if arguments.peak is not None:
         print_peak(SIZES[arguments.peak])
         return

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+import stacktok
 from stacktok import StackTok
-from stacktok.bench import PRESETS, preset, run
+from stacktok.bench import PRESETS, preset, run, selection
 from stacktok.bench.flops import language_work, work_of
 from stacktok.bench.measure import cache_bytes
 from stacktok.models.registry import adapter_for
+from tests.core.cases import affinities
 
 
 @pytest.fixture(scope="module")
@@ -85,3 +87,25 @@ def test_presets_have_the_published_numbers_of_tokens() -> None:
 def test_nonsense_settings_are_refused(shape: Any, repeats: int, new_tokens: int) -> None:
     with pytest.raises(ValueError, match="give at least"):
         run(*shape, [], name="tiny", repeats=repeats, new_tokens=new_tokens)
+
+
+def test_the_torch_loop_of_selection_is_mmtok() -> None:
+    """By the selector's own scalarized run, on affinities without ties."""
+    a_qv, a_vv = affinities(40, 5, seed=3)
+    expected = stacktok.select_from_affinities(a_qv, a_vv, 12, criterion="scalarized", alpha=0.5, swap_limit=0)
+    found = selection.torch_loop(torch.from_numpy(a_qv).double(), torch.from_numpy(a_vv).double(), 12, 0.5)
+    assert found.tolist() == expected.order.tolist()
+
+
+def test_selection_is_measured_for_every_size_that_is_asked_for() -> None:
+    sizes = (selection.Size(30, 4, 1), selection.Size(30, 4, 2))
+    lines = list(selection.table(torch.device("cpu"), sizes, repeats=1))
+    assert [line.split(" | ")[:4] for line in lines[3:]] == [["| 30", "4", "1", "cpu"], ["| 30", "4", "2", "cpu"]]
+
+
+def test_predictions_grow_with_the_work_and_leave_room_for_measurements() -> None:
+    small, large = (selection.Size(n, 64, 8) for n in (576, 4096))
+    for gpu in selection.GPUS:
+        assert selection.predicted_seconds(small, gpu) < selection.predicted_seconds(large, gpu)
+        assert selection.predicted_seconds(selection.Size(16384, 64, 1), gpu) is None
+    assert all(line.endswith("|  |") for line in list(selection.prediction())[2:])

@@ -154,10 +154,13 @@ def test_bench_writes_table_json_and_picture(monkeypatch: Any, capsys: Any, tmp_
         monkeypatch,
         capsys,
         *("bench", "tiny", "--dtype", "float32", "--repeats", 1, "--new-tokens", 2, "--budget", 64, "--budget", "5%"),
-        *("--out", tmp_path / "out"),
+        *("--out", tmp_path / "out", "--submit", tmp_path / "submission.md"),
     )
     assert code == 0
     assert "64" in out
+    # The model's table, then selection alone at three budgets.
+    assert (tmp_path / "submission.md").read_text().count("\n| 576 |") == 3
+    assert (tmp_path / "out/bench.md").read_text() in (tmp_path / "submission.md").read_text()
     report = json.loads((tmp_path / "out/bench.json").read_text())
     assert [row["tokens"] for row in report["table"]] == [576, 64, 28]
     assert (tmp_path / "out/bench.md").read_text().count("\n|") == 5

@@ -75,6 +75,9 @@ def bench(
     dtype: Annotated[str, typer.Option(help="auto (shapes: bfloat16), float32, float16 or bfloat16.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
     out: Annotated[Path | None, typer.Option(help="Folder for bench.md, bench.json and bench.png.")] = None,
+    submit: Annotated[
+        Path | None, typer.Option(help="File for all figures and those of selection alone, to paste into an issue.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure vision, selection, prefill, decoding, cache and memory."""
@@ -82,6 +85,8 @@ def bench(
         budgets = [parse_budget(text) for text in budget or []]
         own, folder = parse_settings(settings), embedded.resolve(model)
         check_dtype(dtype)
+        if submit is not None:
+            check_folder(submit.parent)
         if out is not None:
             check_folder(out)
             # Needed for the picture after all is measured; without it the time would be spent in vain.
@@ -118,6 +123,8 @@ def bench(
             )
         # Printed first: what was measured is there whatever becomes of the files.
         print(report.to_json()) if as_json else _print(report)
+        if submit is not None:
+            _submit(submit, report, device)
         if out is not None:
             from stacktok.figures.bench import bench_figure
             from stacktok.figures.files import save
@@ -125,6 +132,17 @@ def bench(
             (out / "bench.json").write_text(report.to_json())
             (out / "bench.md").write_text(report.markdown())
             save(bench_figure(report.model, report.stages()), out / "bench.png", dpi=150)
+
+
+def _submit(file: Path, report: Report, device: str) -> None:
+    """Write the report, and selection alone over its sizes; on a CPU over the small ones."""
+    import torch
+
+    from stacktok.bench.selection import SIZES, table
+
+    sizes = SIZES if torch.device(device).type == "cuda" else tuple(s for s in SIZES if s.n == 576 and s.batch == 1)
+    lines = table(torch.device(device), sizes, repeats=5)
+    file.write_text(report.markdown() + "\nSelection alone, from affinities:\n\n" + "\n".join(lines) + "\n")
 
 
 def _print(report: Report) -> None:
