@@ -19,6 +19,7 @@ import stacktok
 from stacktok.core import reference
 from stacktok.kernels import Problem, Rule
 from stacktok.kernels.diversity import greedy_map, max_min
+from stacktok.methods import cdpruner, divprune
 from tests.core.cases import affinities, features, focused, problems, tied
 
 triton = pytest.importorskip("triton")
@@ -240,6 +241,17 @@ def test_features_select_as_on_the_host():
     x[12:16], z[12:16] = x[2:6], z[2:6]
     found, expected = (stacktok.select(x, z, q, 8, backend=backend) for backend in ("triton", "cpu"))
     assert found == expected
+
+
+@pytest.mark.parametrize("module", [cdpruner, divprune])
+def test_methods_pick_with_kernels_what_they_pick_without(module, monkeypatch):
+    x, z, q = (torch.from_numpy(rows) for rows in features(14, 3))
+    method = module.CDPruner(budget=5) if module is cdpruner else module.DivPrune(budget=5)
+    expected = method.select(x, z, q).order.tolist()
+    used = []
+    monkeypatch.setattr(module, "choose_backend", lambda *arguments: used.append(arguments) or "triton")
+    assert method.select(x, z, q).order.tolist() == expected
+    assert used
 
 
 def test_tensors_of_the_cpu_are_refused_where_nothing_interprets():

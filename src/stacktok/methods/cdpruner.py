@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from stacktok.core.affinity import row_norms
 from stacktok.core.budget import Budget
+from stacktok.core.greedy import choose_backend
 from stacktok.core.inputs import Mask
-from stacktok.core.tokens import EncodedCrop, EncodedImage, Reduction
+from stacktok.core.tokens import EncodedCrop, EncodedImage, Ints, Reduction
 from stacktok.methods.base import Prepared
 from stacktok.methods.choice import Choice
 from stacktok.methods.crop_methods import CropMethod, Crops
@@ -95,10 +96,11 @@ class PreparedSimilarity(Prepared):
         self.method = method
         self.similarity = []
         for crop in image.crops:
-            found: NDArray[np.float32] = cosines(crop.projected, "projected", method.norm_epsilon).cpu().numpy()
+            found = cosines(crop.projected, "projected", method.norm_epsilon)
             # Rounding must not rank tokens by their similarity to themselves; only a token of zeros has none.
-            np.fill_diagonal(found, np.diag(found) > 0.5)
-            self.similarity.append(found)
+            found.diagonal().copy_(found.diagonal() > 0.5)
+            on_device = choose_backend("auto", found.device, crop.n) == "triton"
+            self.similarity.append(found if on_device else found.cpu())
 
     @property
     def nbytes(self) -> int:
@@ -107,16 +109,41 @@ class PreparedSimilarity(Prepared):
 
     def reduce(self, query: torch.Tensor | None, budget: Budget) -> Reduction:
         """The greedy maximum a posteriori set of every crop, with relevance on one scale."""
-        # Compiled kernels load when they run: naming a method must not.
-        from stacktok.kernels.diversity import greedy_map
-
         crops, shares = self.image.crops, self.method.shares(self.image, budget)
-        weights = self.method.relevance(crops, query)
-        choices = [
-            Choice.of(greedy_map(similarity, weight, crop.eligible, k, _ZERO), crop.n)
-            for crop, similarity, weight, k in zip(crops, self.similarity, weights, shares, strict=True)
-        ]
-        return self.method.arrange(self.image, choices)
+        orders = greedy_sets(self.similarity, self.method.relevance(crops, query), [c.eligible for c in crops], shares)
+        return self.method.arrange(
+            self.image, [Choice.of(order, crop.n) for order, crop in zip(orders, crops, strict=True)]
+        )
+
+
+def greedy_sets(
+    similarities: Sequence[torch.Tensor],
+    weights: Sequence[NDArray[np.float64]],
+    candidates: Sequence[Mask],
+    sizes: Sequence[int],
+) -> list[Ints]:
+    """Greedy orders of several sets: of those on a GPU in one launch, of the others one by one.
+
+    Parameters
+    ----------
+    similarities
+        (n, n), float32, on the host or, where Triton runs, on its device.
+    weights, candidates, sizes
+        As in `stacktok.kernels.diversity.greedy_map`.
+    """
+    device = similarities[0].device
+    # Compiled kernels load when they run: naming a method must not.
+    if all(choose_backend("auto", one.device, len(one)) == "triton" for one in similarities):
+        from stacktok.kernels.triton import pick_determinantal
+
+        factors, masks = ([torch.from_numpy(one).to(device) for one in arrays] for arrays in (weights, candidates))
+        return [order.cpu().numpy() for order in pick_determinantal(similarities, factors, masks, sizes, _ZERO)]
+    from stacktok.kernels.diversity import greedy_map
+
+    return [
+        greedy_map(similarity.cpu().numpy(), weight, mask, k, _ZERO)
+        for similarity, weight, mask, k in zip(similarities, weights, candidates, sizes, strict=True)
+    ]
 
 
 def scaled(relevance: NDArray[np.float64], eligible: Mask) -> NDArray[np.float64]:

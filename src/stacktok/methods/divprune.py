@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from stacktok.core.affinity import copies, row_norms, tie
-from stacktok.core.tokens import EncodedCrop, Ints
+from stacktok.core.greedy import choose_backend
+from stacktok.core.tokens import EncodedCrop
+from stacktok.methods.choice import Indices
 from stacktok.methods.crop_methods import PickMethod
 from stacktok.methods.info import MethodInfo
 
@@ -39,22 +39,27 @@ class DivPrune(PickMethod):
         ),
     )
 
-    def pick(self, crop: EncodedCrop, query: torch.Tensor | None, k: int) -> Ints:
+    def pick(self, crop: EncodedCrop, query: torch.Tensor | None, k: int) -> Indices:
         """The greedy max-min set."""
+        distances = cosine_distances(crop.projected)
         # Compiled kernels load when they run: naming a method must not.
+        if choose_backend("auto", distances.device, crop.n) == "triton":
+            from stacktok.kernels.triton import pick_max_min
+
+            eligible = torch.from_numpy(crop.eligible).to(distances.device)
+            return pick_max_min([distances], [eligible], [k])[0]
         from stacktok.kernels.diversity import max_min
 
-        return max_min(cosine_distances(crop.projected), crop.eligible, k)
+        return max_min(distances.cpu().numpy(), crop.eligible, k)
 
 
-def cosine_distances(features: torch.Tensor, norm_epsilon: float = 1e-8) -> NDArray[np.float32]:
-    """1 - cosine of every pair of rows of (n, d), (n, n), in float32 on the host.
+def cosine_distances(features: torch.Tensor, norm_epsilon: float = 1e-8) -> torch.Tensor:
+    """1 - cosine of every pair of rows of (n, d), (n, n), in float32.
 
     Distances that float32 cannot tell from 0 are 0, so that ties are real ties and the lowest index decides.
     """
     distances = cosines(features, "projected", norm_epsilon).neg_().add_(1)
-    found: NDArray[np.float32] = distances.masked_fill_(distances < _ZERO, 0.0).cpu().numpy()
-    return found
+    return distances.masked_fill_(distances < _ZERO, 0.0)
 
 
 def cosines(features: torch.Tensor, name: str, norm_epsilon: float = 1e-8) -> torch.Tensor:
