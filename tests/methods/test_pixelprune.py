@@ -292,5 +292,5 @@ def test_a_method_before_the_tower_is_named_in_settings_and_refused_where_it_can
         Settings.read({"method": "stacktok", "budget": 8, "parameters": {"before": "pixelprune"}})
     part = MethodPart(name="both", method="stacktok", settings={"before": "pixelprune"})
     plan = load_plan("embedded").model_copy(update={"methods": [part]})
-    with pytest.raises(ValueError, match="method 'both' has a parameter before, and the engine 'loop'"):
+    with pytest.raises(ValueError, match="method 'both' works before the vision tower, and the engine 'loop'"):
         cells_of(plan)

@@ -48,6 +48,7 @@ def ask(
         check_dtype(dtype)
         picture = open_image(image)
 
+        from stacktok.methods.downsample import DownSample
         from stacktok.methods.settings import KEPT, build_methods
         from stacktok.models.prompt import prompt_inputs
 
@@ -58,10 +59,14 @@ def ask(
             (plain,) = build_methods([method or "stacktok"], own, KEPT if budget is None else None).values()
             chosen = replace(plain, budget=tokens)
         loaded, processor = load(name, dtype, device, quiet=as_json)
-        inputs = prompt_inputs(processor, picture, question, loaded)
+        full = inputs = prompt_inputs(processor, picture, question, loaded)
+        if isinstance(chosen, DownSample):
+            inputs = prompt_inputs(processor, chosen.apply(picture, processor), question, loaded)
         console = stderr()
         with console.status("answering") if not as_json else console.capture():
-            result = answer(loaded, processor, inputs, chosen, max_new_tokens, question=question, compare=compare)
+            result = answer(
+                loaded, processor, inputs, chosen, max_new_tokens, full=full, question=question, compare=compare
+            )
     result = {"model": name, "question": question, "method": chosen.info.name, "budget": _plain(tokens), **result}
     print(json.dumps(result)) if as_json else _show(result)
 
@@ -71,11 +76,23 @@ def _plain(budget: Any) -> Any:
 
 
 def answer(
-    model: Any, processor: Any, inputs: Any, method: Any, max_new_tokens: int, *, question: str, compare: bool
+    model: Any,
+    processor: Any,
+    inputs: Any,
+    method: Any,
+    max_new_tokens: int,
+    *,
+    full: Any = None,
+    question: str,
+    compare: bool,
 ) -> dict[str, Any]:
-    """The answer with a method, and with all tokens if they are to be compared; each timed once after a warm-up."""
+    """The answer with a method, and with all tokens if they are to be compared; each timed once after a warm-up.
 
-    def generate(length: int) -> str:
+    ``full`` are the inputs of the picture as it is, where a method made it smaller.
+    """
+    whole = inputs if full is None else full
+
+    def generate(length: int, inputs: Any = inputs) -> str:
         out = model.generate(**inputs, max_new_tokens=length, do_sample=False)
         text: str = processor.tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         return text.strip()
@@ -89,7 +106,7 @@ def answer(
         seconds = time.perf_counter() - begin
     found: dict[str, Any] = {
         "answer": text,
-        "tokens_before": pruned.before,
+        "tokens_before": pruned.before + whole["input_ids"].shape[1] - inputs["input_ids"].shape[1],
         "tokens_after": pruned.after,
         "tokens_per_layer": pruned.per_layer,
         "layer_average": pruned.average,
@@ -98,10 +115,10 @@ def answer(
         "selection_seconds": pruned.seconds,
     }
     if compare:
-        generate(1)
+        generate(1, whole)
         begin = time.perf_counter()
-        full = generate(max_new_tokens)
-        found["full_answer"], found["full_seconds"] = full, time.perf_counter() - begin
+        text = generate(max_new_tokens, whole)
+        found["full_answer"], found["full_seconds"] = text, time.perf_counter() - begin
         found["speed_up"] = found["full_seconds"] / seconds
     return found
 

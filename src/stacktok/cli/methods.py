@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 def methods(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """List the methods: stage, whether they need attention scores or the question, paper, deviations."""
     with user_errors():
-        from stacktok.methods.registry import available, available_before_tower
+        from stacktok.methods.registry import available, available_before_tower, available_for_pictures
 
-        found = {name: described(method) for name, method in available().items()}
+        found = {name: described(method) for name, method in (available() | available_for_pictures()).items()}
         found |= {name: before_tower(method) for name, method in available_before_tower().items()}
     if as_json:
         print(json.dumps(found))
@@ -37,6 +37,7 @@ def methods(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
     console = stdout()
     console.print(table)
     console.print("\nstage: before or inside the language model; question: whether it has a say", highlight=False)
+    console.print("picture: before the processor; in `ask` and in plans of lmms-eval", highlight=False)
     console.print("tower: before the vision tower; joins any method by `--set before=pixelprune`\n", highlight=False)
     for info in found.values():
         if info["deviations"]:

@@ -16,6 +16,7 @@ from stacktok.core.limits import QUERY_CHARACTERS
 from stacktok.core.record import CropSelection, Selection
 from stacktok.core.tokens import Reduction
 from stacktok.methods.base import Method
+from stacktok.methods.downsample import DownSample
 from stacktok.models.pictures import check_picture, rgb
 from stacktok.models.prompt import last_question, plain_messages
 from stacktok.runtime import PROMPT
@@ -127,16 +128,17 @@ class Answerer:
             raise ValueError(f"pretrained {pretrained!r} cannot be loaded: {error}") from None
         self.model: Any = model.to(device)
         self._run: Any = None
+        self._method: Method | None = None
 
     @contextmanager
     def pruned(self, method: Method | None) -> Iterator[None]:
         """Answer under a method while the block lasts; None is the unpruned model."""
         with nullcontext() if method is None else method(self.model, self.processor) as run:
-            self._run = run
+            self._run, self._method = run, method
             try:
                 yield
             finally:
-                self._run = None
+                self._run = self._method = None
 
     @torch.inference_mode()
     def answer(self, prompts: Sequence[Prompt], **generation: Any) -> list[Answer]:
@@ -159,6 +161,8 @@ class Answerer:
         images = [[rgb(image) for image in prompt.images] for prompt in prompts]
         for image in (image for own in images for image in own):
             check_picture(image.width, image.height)
+        if isinstance(self._method, DownSample):
+            images = [[self._method.apply(image, self.processor) for image in own] for own in images]
         given = images if any(images) else None
         inputs = self.processor(images=given, text=texts, return_tensors="pt", padding=True)
         parameter = next(self.model.parameters())

@@ -135,10 +135,10 @@ def cells_of(plan: Plan) -> list[Cell]:
         for method in plan.methods:
             pairs = list(plan.runs_of(model, method))
             objects = [build_method(method, *pair) for pair in pairs]
-            if plan.engine == "loop" and any(one.before is not None for one in objects):
+            if plan.engine == "loop" and any(one.before is not None or one.stage == "picture" for one in objects):
                 raise ValueError(
-                    f"method {method.name!r} has a parameter before, and the engine 'loop' encodes every picture once "
-                    "and whole, for all methods; use the engine lmms-eval, or leave before out"
+                    f"method {method.name!r} works before the vision tower, and the engine 'loop' encodes every "
+                    "picture once and whole, for all methods; use the engine lmms-eval, or leave it out"
                 )
             before = [one.stage == "before" for one in objects]
             for condition in (None, *plan.conditions):

@@ -11,6 +11,7 @@ from stacktok.methods.crop_methods import MergeMethod, PickMethod, ScoreMethod
 from stacktok.methods.dart import DART
 from stacktok.methods.dart_embeddings import DARTEmbeddings
 from stacktok.methods.divprune import DivPrune
+from stacktok.methods.downsample import DownSample
 from stacktok.methods.evs import EVS
 from stacktok.methods.fastv import FastV
 from stacktok.methods.holov import HoloV
@@ -43,6 +44,7 @@ __all__ = [
     "Choice",
     "DARTEmbeddings",
     "DivPrune",
+    "DownSample",
     "EncodedCrop",
     "FastV",
     "FeatureMethod",

@@ -40,11 +40,23 @@ BUILT_IN = {
 BEFORE_TOWER = {"pixelprune": "stacktok.methods.pixelprune:PixelPrune"}
 """Methods that work before the vision tower, which others are combined with."""
 
+PICTURE = {"downsample": "stacktok.methods.downsample:DownSample"}
+"""Methods that change the picture before the processor; `ask` and plans of lmms-eval know them."""
+
 
 def available_before_tower() -> dict[str, type[PixelMethod]]:
     """Every method that works before the vision tower, by name."""
     found = {}
     for name, path in BEFORE_TOWER.items():
+        module, attribute = path.split(":")
+        found[name] = getattr(import_module(module), attribute)
+    return found
+
+
+def available_for_pictures() -> dict[str, type[Method]]:
+    """Every method that changes the picture, by name."""
+    found = {}
+    for name, path in PICTURE.items():
         module, attribute = path.split(":")
         found[name] = getattr(import_module(module), attribute)
     return found
@@ -84,7 +96,7 @@ def _found() -> dict[str, type[Method]]:
 
 def method_class(name: str) -> type[Method]:
     """The method of a name, in any spelling of case; an unknown one is an error that lists the known."""
-    methods = _found()
+    methods = _found() | available_for_pictures()
     if name.lower() not in methods:
         raise ValueError(f"no method is called {name!r}; the methods are {', '.join(methods)}")
     return methods[name.lower()]

@@ -43,7 +43,7 @@ class Attachment:
             raise TypeError(
                 f"processor has type {type(processor).__name__} and no tokenizer; give the model's AutoProcessor"
             )
-        if method.stage not in ("before", "inside"):
+        if method.stage not in ("picture", "before", "inside"):
             raise ValueError(
                 f"{type(method).__name__} works at stage {method.stage!r}, which this runtime does not know"
             )

@@ -210,6 +210,8 @@ def _method(name: str, budget: Any, parameters: Mapping[str, Any]) -> FeatureMet
             f"method={name!r} drops tokens inside the language model, where vLLM has already allotted every layer's "
             "cache blocks by the length of the prompt; use one that selects before it, such as 'stacktok'"
         )
+    if kind.stage != "before":
+        raise ValueError(f"method={name!r} changes the picture before it is processed; send a smaller picture instead")
     check_budget(budget)
     known = {field.name for field in fields(kind)} - {"budget"}
     unknown = set(parameters) - known
