@@ -23,7 +23,15 @@ def values(**changes):
 def test_the_shipped_plans_cover_the_papers_tables():
     plans = {name: load_plan(name) for name in shipped_plans()}
     papers = {"paper-llava-1.5", "paper-llava-next", "paper-qwen2.5-vl", "paper-ablations"}
-    assert set(plans) == papers | {"scenes", "embedded", "embedded-dev", "stress", "adaptive"}
+    assert set(plans) == papers | {
+        "scenes",
+        "embedded",
+        "embedded-dev",
+        "stress",
+        "adaptive",
+        "spotlight",
+        "spotlight-dev",
+    }
     assert [task.name for task in plans["paper-llava-1.5"].tasks] == NINE
     assert [task.name for task in plans["paper-llava-next"].tasks] == NINE
     assert len(plans["paper-qwen2.5-vl"].tasks) == 7

@@ -31,7 +31,7 @@ from stacktok.figures.results import (
     radar_data,
 )
 from stacktok.figures.trajectory import candidate_data, draw_nominees, draw_trajectory, nominee_data
-from stacktok.methods import StackTok, VisionZip
+from stacktok.methods import Spotlight, StackTok, VisionZip
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -251,6 +251,18 @@ def test_show_draws_methods_and_budgets_in_one_figure_with_hatched_padding():
     assert words == ["there", "dog"]
     for figure in figures.values():
         assert saved(figure, "png").startswith(b"\x89PNG")
+
+
+def test_show_draws_the_weights_of_a_method_that_has_them():
+    built, picture = tiny.build("llava_next"), tiny.picture(120, 50)
+    inputs = built.inputs(["Is there a dog?"], [[picture]])
+    figures = draw(built.model, built.processor, inputs, picture, "Is there a dog?", [Spotlight()], [5])
+    assert set(figures) == {"kept", "relevance", "weights", "nominees", "trajectory"}
+    with Spotlight(budget=5)(built.model, built.processor) as pruned:
+        built.model(**inputs)
+    weights = [crop.row_weights for crop in pruned.last[0].selection.crops]
+    drawn = [axes.get_xlabel() for axes in figures["weights"].axes]
+    assert drawn == [f"max {100 * own.max():.1f} %" for own in weights]
 
 
 def test_a_picture_in_patches_lies_on_its_grid_with_the_steps_written_on_demand():

@@ -20,6 +20,7 @@ from PIL import Image
 from stacktok import StackTok, prepare
 from stacktok.core.reference import coverage_sum
 from stacktok.figures.kept import MERGED
+from stacktok.methods import Spotlight
 from stacktok.methods.registry import BUILT_IN
 from stacktok.models.pictures import PictureError, read_picture
 from stacktok.view.engine import UPLOADS, Engine
@@ -81,6 +82,23 @@ def test_every_budget_of_a_trace_is_what_a_run_with_that_budget_keeps(
                     assert refined[crop.k]["relevance"] == crop.final_relevance
                     assert refined[crop.k]["coverage"] == crop.final_coverage
             assert " ".join(word["text"] for word in trace["words"]) == result.query
+
+
+@pytest.mark.parametrize("which", ["engine", "tiles"])
+def test_a_walk_of_spotlight_has_the_weights_and_every_budget(which: str, request: pytest.FixtureRequest) -> None:
+    engine: Engine = request.getfixturevalue(which)
+    question = question_of(engine)
+    with api_of(engine) as api:
+        walk = api.post("/api/trace", image="scene-0", question=question, method="spotlight").json()
+        plain = api.post("/api/trace", image="scene-0", question=question, method="stacktok").json()
+    result, _ = run_of_the_library(engine, question, Spotlight(budget=9))
+    record = result.selection
+    crops = record.crops if hasattr(record, "crops") else (record,)
+    assert kept_by(walk, 9) == [crop.indices.tolist() for crop in crops]
+    for sent, crop in zip(walk["crops"], crops, strict=True):
+        assert sent["row_weights"] == crop.row_weights.tolist()
+        assert sent["focus"] == crop.focus
+    assert not any("row_weights" in crop for crop in plain["crops"])
 
 
 def test_swaps_are_among_what_was_compared(engine: Engine, api: Api) -> None:

@@ -317,6 +317,20 @@ def test_a_link_reproduces_the_state(browser: Browser, inspector: Inspector, add
     other.close()
 
 
+def test_weights_of_tokens_are_shown_on_demand(inspector: Inspector) -> None:
+    page = inspector.page
+    assert not page.locator("#weights").count()
+    page.locator(".panel select").first.select_option("spotlight")
+    inspector.settled(method="spotlight")
+    before = page.locator("canvas").first.screenshot()
+    page.click("#weights")
+    assert page.locator("#weights").get_attribute("aria-pressed") == "true"
+    assert page.locator("canvas").first.screenshot() != before
+    assert page.locator("#words button:not(#weights)").count()
+    page.click("#weights")
+    assert page.locator("canvas").first.screenshot() == before
+
+
 def test_everything_can_be_done_with_the_keyboard(browser: Browser, address: str, engine: Engine) -> None:
     inspector = Inspector(browser, address).open()
     page = inspector.page

@@ -35,7 +35,7 @@ def show(
     dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
 ) -> None:
-    """Draw kept tokens, relevance per query word, the trajectory, and the nominees of crops."""
+    """Draw kept tokens, relevance per query word, the trajectory, nominees of crops, and weights of tokens."""
     with user_errors():
         budgets = [parse_budget(text) for text in budget or ["64"]]
         own, name = parse_settings(settings), model_path(model)
@@ -71,7 +71,7 @@ def draw(
     *,
     numbered: bool = False,
 ) -> dict[str, Any]:
-    """Figures by name: ``kept``, ``relevance``, ``trajectory``, and for several crops ``nominees``.
+    """Figures by name: ``kept``, ``relevance``, ``trajectory``, for several crops ``nominees``, ``weights`` if any.
 
     Parameters
     ----------

@@ -18,7 +18,7 @@ import torch
 
 from stacktok.core.inputs import Array, as_matrix, check_same_device
 from stacktok.core.parameters import Parameters
-from stacktok.kernels import Matrix
+from stacktok.kernels import Floats, Matrix
 
 Affinity: TypeAlias = Any
 """A non-negative matrix on its grid, float32 or float64: an array in C order, or a tensor for the "triton" backend."""
@@ -124,22 +124,41 @@ def query_affinities(query: torch.Tensor, images: Sequence[Embeddings], paramete
     if not len(query):
         empty = [query.new_empty((0, len(image.rows)), dtype=torch.float32) for image in images]
         return [_on_host(one) if image.host else one for one, image in zip(empty, images, strict=True)]
+    found = query_cosines(query, images, parameters.norm_epsilon)
+    for cosines in found:
+        _softmax_on_grid(cosines, parameters.tau_query, grid_bits(len(cosines)))
+    return [_on_host(one) if image.host else one for one, image in zip(found, images, strict=True)]
+
+
+def query_cosines(query: torch.Tensor, images: Sequence[Embeddings], norm_epsilon: float) -> list[torch.Tensor]:
+    """Cosines of a question's rows, (m, d), with the tokens of several images or crops, (m, n) each."""
     waits = any(image.host for image in images)
-    norms = _floored(row_norms(query, "query") if waits else norms_of(query), parameters.norm_epsilon)
+    norms = _floored(row_norms(query, "query") if waits else norms_of(query), norm_epsilon)
     unit = query.to(norms.dtype) / norms[:, None]
-    return [_query_affinity(unit, image, parameters.tau_query) for image in images]
+    return [_cosines(unit, image) for image in images]
 
 
-def _query_affinity(unit: torch.Tensor, image: Embeddings, tau: float) -> QueryAffinity:
-    """A^qv of query rows of length one, (m, d)."""
+def _cosines(unit: torch.Tensor, image: Embeddings) -> torch.Tensor:
+    """Cosines of query rows of length one, (m, d), with an image's tokens, (m, n)."""
     unit = unit.to(torch.promote_types(unit.dtype, image.lengths.dtype))
     cosines = unit.new_empty((len(unit), len(image.rows)))
     for block in _row_blocks(len(image.rows), image.rows.shape[1], _CAST):
         cosines[:, block] = _multiply(unit, image.rows[block].to(unit.dtype))
     cosines /= image.lengths
     tie(cosines, image.equal)
-    _softmax_on_grid(cosines, tau, grid_bits(len(cosines)))
-    return _on_host(cosines) if image.host else cosines
+    return cosines
+
+
+def weighted_affinity(affinity: Affinity, weights: Floats) -> Affinity:
+    """An affinity matrix, (n, n), whose rows are multiplied by weights, (n,), of mean at most 1; on the same grid.
+
+    A column then sums to at most n, as that of the matrix itself does, so that sums stay exact.
+    """
+    matrix = torch.as_tensor(affinity)
+    bits = grid_bits(len(matrix))
+    result = matrix * torch.from_numpy(weights).to(matrix)[:, None]
+    result.mul_(2.0**bits).round_().mul_(2.0**-bits)
+    return result if isinstance(affinity, torch.Tensor) else result.numpy()
 
 
 def row_norms(features: torch.Tensor, name: str) -> torch.Tensor:

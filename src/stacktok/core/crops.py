@@ -15,9 +15,9 @@ import numpy as np
 
 from stacktok.core.affinity import QueryAffinity, query_affinities
 from stacktok.core.budget import Budget, Coverage, resolve_budget
-from stacktok.core.greedy import CoverageReference, GreedyRun, adaptive_size
+from stacktok.core.greedy import CoverageReference, CropRun, GreedyRun, adaptive_size
 from stacktok.core.inputs import Array, Eligible, check_list, check_same_device
-from stacktok.core.parameters import Parameters, Settings
+from stacktok.core.parameters import Allocation, Parameters, Settings
 from stacktok.core.record import CropSelection
 from stacktok.core.reference import allocate
 from stacktok.core.selection import PreparedImage, given_unit, question_parameters
@@ -161,7 +161,19 @@ def _select(
             weights = gains if any(gains) else weights
         limits = apportion(total, weights, capacities)
     runs = [run.on_host() for run in GreedyRun.run(units, parameters, total, limits, horizons)]
-    gains_of = [run.nominee_gains() for run in runs]
+    found = spend(runs, total, parameters.allocation)
+    if adaptive is None:
+        return found
+    sizes = np.zeros((total + 1, len(runs)), dtype=np.int64)
+    for step, (crop, _) in enumerate(found.order):
+        sizes[step + 1] = sizes[step]
+        sizes[step + 1, crop] += 1
+    return found.prefix(adaptive_size(adaptive, runs, sizes), refine=True)
+
+
+def spend(runs: Sequence[CropRun], total: int, allocation: Allocation = "shared") -> CropSelection:
+    """Algorithm 2 on runs of every crop, none shorter than what its crop may get, and each crop's record."""
+    gains_of, limits = [run.nominee_gains() for run in runs], [len(run.steps.order) for run in runs]
     winners, sizes = allocate(gains_of, total)
     nominees, nominee_gain = np.full(sizes.shape, -1, dtype=np.int64), np.full(sizes.shape, np.nan)
     for c, run in enumerate(runs):
@@ -170,18 +182,14 @@ def _select(
         nominee_gain[open_, c] = gains_of[c][sizes[open_, c]]
     won = np.bincount(winners, minlength=len(runs)).tolist()
     selections = tuple(run.record(size) for run, size in zip(runs, won, strict=True))
-    shared = parameters.allocation == "shared"
-    found = CropSelection(
+    return CropSelection(
         k=total,
         crops=selections,
         order=tuple(zip(winners.tolist(), nominees[np.arange(total), winners].tolist(), strict=True)),
         nominees=nominees,
         nominee_gain=nominee_gain,
-        _not_anytime=selections[0]._not_anytime or ("" if shared else f'allocation="{parameters.allocation}"'),
+        _not_anytime=selections[0]._not_anytime or ("" if allocation == "shared" else f'allocation="{allocation}"'),
     )
-    if adaptive is None:
-        return found
-    return found.prefix(adaptive_size(adaptive, runs, np.vstack([sizes, [won]])), refine=True)
 
 
 def apportion(total: int, weights: Sequence[Fraction], capacities: Sequence[int]) -> list[int]:

@@ -133,6 +133,20 @@ def run_problems(backends: Sequence[str], problems: Sequence[Problem]) -> list[S
     return [found[index] for index in range(len(problems))]
 
 
+class CropRun(Protocol):
+    """A greedy run over one crop, as far as sharing a budget needs it."""
+
+    @property
+    def steps(self) -> Steps:
+        """The picks."""
+
+    def nominee_gains(self) -> Floats:
+        """Gain of every pick by which crops compete, (k,)."""
+
+    def record(self, k: int) -> Selection:
+        """The record at k tokens."""
+
+
 @dataclass(frozen=True, eq=False)
 class GreedyRun:
     """One question's run of Algorithm 1 over an image or crop.
@@ -278,7 +292,7 @@ class GreedyRun:
             selection,
             indices=indices,
             swaps=tuple(swaps),
-            final_relevance=coverage_sum(query, kept, self.depth) / max(1, selection.m),
+            final_relevance=coverage_sum(query, kept, self.depth) / max(1, len(query)),
             final_coverage=coverage_sum(vision, kept) / selection.n,
         )
 

@@ -47,6 +47,9 @@ class Selection:
         Accepted swaps.
     final_relevance, final_coverage
         R and C of the kept set after swaps.
+    row_weights, focus
+        Query-weighted coverage alone, whose F stands in place of R above: the weights w_i of the image's rows, (n,),
+        and the share lambda of them that the question decided. None elsewhere.
     """
 
     n: int
@@ -64,6 +67,8 @@ class Selection:
     swaps: tuple[Swap, ...]
     final_relevance: float
     final_coverage: float
+    row_weights: Floats | None = None
+    focus: float | None = None
     # Why a prefix of this run is not the run of a smaller budget, or empty where it is.
     _not_anytime: str = field(default="", repr=False)
     # Runs the swaps on a prefix; holds the affinities, and is absent from a detached or restored record.
@@ -145,8 +150,11 @@ class Selection:
         return replace(self, _refine=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain Python numbers, strings and lists."""
-        return {
+        """Plain Python numbers, strings and lists; weights and focus where there are any."""
+        own: dict[str, Any] = {} if self.focus is None else {"focus": self.focus}
+        if self.row_weights is not None:
+            own["row_weights"] = self.row_weights.tolist()
+        return own | {
             "n": self.n,
             "m": self.m,
             "k": self.k,
@@ -186,6 +194,10 @@ class Selection:
         finals: dict[str, Any] = {
             name: read.number(name) for name in ("strictness", "final_relevance", "final_coverage")
         }
+        if "row_weights" in values:
+            curves["row_weights"] = read.numbers("row_weights", np.float64, (n,))
+        if "focus" in values:
+            finals["focus"] = read.number("focus")
         return cls(
             n=n,
             m=m,

@@ -73,11 +73,14 @@ class ImageLayout:
         Tokens that the unpruned image fills in the language model's input, separators included.
     separators
         Offsets of the layout's separators (LLaVA-NeXT's newlines), in order.
+    base
+        The crop that shows the whole picture where the others show its parts; None where there is none.
     """
 
     crops: tuple[CropLayout, ...]
     length: int
     separators: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    base: int | None = None
 
     @classmethod
     def raster(cls, *grids: tuple[int, int]) -> ImageLayout:

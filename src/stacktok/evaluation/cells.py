@@ -107,8 +107,10 @@ def digest_of(values: Any) -> str:
 def build_method(part: MethodPart, budget: Budget | None, positions: Positions | None = None) -> Method:
     """A method of the plan as an object; settings that it does not know are an error."""
     from stacktok.evaluation.base_view import BaseView
+    from stacktok.evaluation.evidence_dpp import EvidenceDPP
 
-    kind = BaseView if part.method == BaseView.plan_name else method_class(part.method)
+    controls: dict[str, type[Method]] = {control.plan_name: control for control in (BaseView, EvidenceDPP)}
+    kind = controls.get(part.method) or method_class(part.method)
     given = part.settings if positions is None else {**part.settings, "positions": positions}
     try:
         return kind(budget=budget, **given)

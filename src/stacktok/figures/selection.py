@@ -29,7 +29,7 @@ def selection_figures(
     numbered: bool = False,
     title: str = "",
 ) -> dict[str, Figure]:
-    """Figures by name: ``kept``, ``relevance``, ``trajectory``, and for several crops ``nominees``.
+    """Figures by name: ``kept``, ``relevance``, ``trajectory``, for several crops ``nominees``, ``weights`` if any.
 
     Parameters
     ----------
@@ -49,6 +49,12 @@ def selection_figures(
     figures = {"kept": comparison_figure(entries, tiles=tiles, numbered=numbered, title=title)}
     if maps:
         figures["relevance"] = heat_figure(entries[0][0][1], maps)
+    weights = [crop.row_weights for crop in record.crops] if isinstance(record, CropSelection) else []
+    if isinstance(record, Selection):
+        weights = [record.row_weights]
+    heat = [own.reshape(crop.grid) for own, crop in zip(weights, image.crops, strict=False) if own is not None]
+    if heat:
+        figures["weights"] = heat_figure(entries[0][0][1], {"row weights": heat})
     if isinstance(record, CropSelection):
         figures["nominees"] = Figure(figsize=(8, 0.5 * len(record.crops) + 1.4), layout="constrained")
         draw_nominees(figures["nominees"].subplots(), record)

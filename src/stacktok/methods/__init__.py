@@ -27,6 +27,7 @@ from stacktok.methods.rows import ABLATIONS, PAPER_BUDGETS, ablation, at_depth, 
 from stacktok.methods.scope import SCOPE
 from stacktok.methods.settings import load
 from stacktok.methods.sparsevlm import SparseVLM
+from stacktok.methods.spotlight import Spotlight
 from stacktok.methods.stacktok import StackTok
 from stacktok.methods.uniform_grid import UniformGrid
 from stacktok.methods.vidcom2 import VidCom2
@@ -64,6 +65,7 @@ __all__ = [
     "RandomTokens",
     "ScoreMethod",
     "SparseVLM",
+    "Spotlight",
     "StackTok",
     "UniformGrid",
     "VidCom2",

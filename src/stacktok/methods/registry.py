@@ -20,6 +20,7 @@ BUILT_IN = {
     "mmtok": "stacktok.methods.mmtok:MMTok",
     "divprune": "stacktok.methods.divprune:DivPrune",
     "cdpruner": "stacktok.methods.cdpruner:CDPruner",
+    "spotlight": "stacktok.methods.spotlight:Spotlight",
     "visionzip": "stacktok.methods.visionzip:VisionZip",
     "vispruner": "stacktok.methods.vispruner:VisPruner",
     "scope": "stacktok.methods.scope:SCOPE",

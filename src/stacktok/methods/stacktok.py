@@ -101,7 +101,7 @@ class StackTok(FeatureMethod):
         record = PreparedCrops([unit for image in own for unit in image.units]).select(query, budget)
         reductions, first = [], 0
         for image in own:
-            part = _part(record, first, len(image.units))
+            part = part_of(record, first, len(image.units))
             reductions.append(image.image.keep(part.indices, record=part, keep_newlines=self.keep_newlines))
             first += len(image.units)
         return reductions
@@ -145,7 +145,7 @@ class PreparedSelector(Prepared):
         return self.image.keep(kept, record=record, keep_newlines=self.keep_newlines)
 
 
-def _part(record: CropSelection, first: int, count: int) -> CropSelection:
+def part_of(record: CropSelection, first: int, count: int) -> CropSelection:
     """The record of one image out of a selection over several: its crops, and the steps that it won."""
     own = range(first, first + count)
     steps = np.array([crop in own for crop, _ in record.order], dtype=np.bool_)

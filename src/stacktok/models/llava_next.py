@@ -95,7 +95,7 @@ def pack_canvas(kept: Ints, tiles: int, grid: tuple[int, int]) -> ImageLayout:
         for own, own_lines in zip(offsets.reshape(tiles, n), lines.reshape(tiles, n), strict=True)
     ]
     newlines = n + np.arange(rows, dtype=np.int64) * (columns + 1) + columns
-    return ImageLayout(tuple(crops), n + rows * (columns + 1), newlines)
+    return ImageLayout(tuple(crops), n + rows * (columns + 1), newlines, base=0)
 
 
 def unpack(packed: torch.Tensor, layout: ImageLayout, vision: torch.Tensor, project: Any) -> torch.Tensor:

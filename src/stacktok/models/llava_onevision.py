@@ -45,7 +45,7 @@ class LlavaOnevisionAdapter(LlavaNextAdapter):
         offsets = side * side + line * (columns + 1) + np.tile(np.arange(columns), rows)
         crop = CropLayout((rows, columns), np.ones(rows * columns, dtype=np.bool_), offsets, line)
         newlines = side * side + np.arange(1, rows + 1) * (columns + 1) - 1
-        return ImageLayout((layout.crops[0], crop), side * side + rows * (columns + 1), newlines)
+        return ImageLayout((layout.crops[0], crop), side * side + rows * (columns + 1), newlines, base=0)
 
     def features(self, call: EncoderCall, layouts: Sequence[ImageLayout]) -> list[Features]:
         """All views of every image; a resized canvas and the frames of a video are pooled as the model pools them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,8 +37,8 @@ class TilesAdapter(ModelAdapter):
 
     def layout(self, config: Any, inputs: Mapping[str, Any], processor: Any = None) -> ImageLayout:
         """One crop per tile, the whole picture last."""
-        side = self.side(config)
-        return ImageLayout.raster(*[(side, side)] * int(inputs["units"]))
+        side, tiles = self.side(config), int(inputs["units"])
+        return replace(ImageLayout.raster(*[(side, side)] * tiles), base=tiles - 1 if tiles > 1 else None)
 
     def features(self, call: EncoderCall, layouts: Sequence[ImageLayout]) -> list[Features]:
         """The mean of the patches that were shuffled into a token, and the projector's output."""

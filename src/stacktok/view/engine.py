@@ -25,6 +25,7 @@ from stacktok.core.selection import PreparedImage, prepare
 from stacktok.core.tokens import EncodedImage, Ints
 from stacktok.figures.encoder_views import encoder_views
 from stacktok.methods.base import FeatureMethod, Method
+from stacktok.methods.spotlight import PreparedSpotlight, Spotlight
 from stacktok.methods.stacktok import StackTok
 from stacktok.models.base import EncoderCall
 from stacktok.models.pictures import PictureLimits, read_picture
@@ -158,7 +159,7 @@ class Engine:
         if found is None:
             return base | {"anytime": False}
         record, seconds = found
-        limit = chosen.swap_limit if isinstance(chosen, StackTok) else 0
+        limit = chosen.swap_limit if isinstance(chosen, (StackTok, Spotlight)) else 0
         crops = [
             trace.steps(crop, unit.vision_affinity, limit)
             for crop, unit in zip(trace.crop_records(record), picture.units, strict=True)
@@ -208,23 +209,30 @@ class Engine:
     def record(self, picture: Picture, query: Query, method: str) -> tuple[Selection | CropSelection, float] | None:
         """A run to the largest budget and its time; None for a method whose runs have no prefixes."""
         chosen = self.method(method)
-        if not isinstance(chosen, StackTok):
+        if not isinstance(chosen, (StackTok, Spotlight)):
             return None
         if method not in query.records:
             begin = time.perf_counter()
-            parameters = chosen.parameters(picture.encoded.tau_query)
-            changes: dict[str, Any] = {
-                key: value
-                for key, value in vars(parameters).items()
-                if key not in ("tau_vision", "norm_epsilon", "backend")
-            }
-            record = picture.prepared.select(query.query, picture.encoded.capacity, **changes)
-            query.records[method] = record, time.perf_counter() - begin
+            query.records[method] = self._run(picture, query, chosen), time.perf_counter() - begin
         try:
             query.records[method][0].prefix(0)
         except ValueError:
             return None
         return query.records[method]
+
+    @staticmethod
+    def _run(picture: Picture, query: Query, method: StackTok | Spotlight) -> Selection | CropSelection:
+        parameters, capacity = method.parameters(picture.encoded.tau_query), picture.encoded.capacity
+        if isinstance(method, Spotlight):
+            prepared = PreparedSpotlight(method, picture.encoded, picture.units)
+            record: Selection | CropSelection = prepared.reduce(query.query, capacity).record
+            return record
+        changes: dict[str, Any] = {
+            key: value
+            for key, value in vars(parameters).items()
+            if key not in ("tau_vision", "norm_epsilon", "backend")
+        }
+        return picture.prepared.select(query.query, capacity, **changes)
 
     def pruned_view(
         self, picture: Picture, question: str, method: str, budget: int, job: Job | None = None

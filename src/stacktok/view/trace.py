@@ -57,11 +57,8 @@ def steps(selection: Selection, vision_affinity: Affinity, swap_limit: int) -> d
                 }
             )
     kept = ("n", "m", "k", "order", "criterion", "bound", "relevance", "coverage", "reference", "target", "strictness")
-    return {name: values[name] for name in kept} | {
-        "changed_rows": rows,
-        "changed_offsets": offsets,
-        "refined": refined,
-    }
+    found = {name: values[name] for name in (*kept, "row_weights", "focus") if name in values}
+    return found | {"changed_rows": rows, "changed_offsets": offsets, "refined": refined}
 
 
 def coverage_changes(order: Ints, vision_affinity: Affinity) -> tuple[list[int], list[int]]:

@@ -6,6 +6,8 @@ import { Stage } from './stage.js';
 import * as runs from './trace.js';
 
 const $ = (id) => document.getElementById(id);
+// In place of a word's number: the weights that query-weighted coverage gives the tokens.
+const WEIGHTS = -1;
 const state = { image: '', question: '', budget: 64, method: '', other: '', frame: null, word: null, crop: 0 };
 const curves = new Curves($('curves'));
 let info = null;
@@ -278,6 +280,15 @@ function buildWords() {
     element('span', { class: 'name' }, word.text), element('span', { class: 'bar' }, element('i')), element('span', { class: 'value' }),
   )));
   if (!words.length) $('words').append(element('p', { class: 'note' }, 'No question: the image alone decides.'));
+  if (!panels.some((panel) => runs.weightHeat(panel.trace, 0))) return;
+  $('words').append(element(
+    'button',
+    {
+      id: 'weights', type: 'button', 'aria-pressed': String(state.word === WEIGHTS), title: 'Show how much each token weighs',
+      onclick: () => { state.word = state.word === WEIGHTS ? null : WEIGHTS; draw(); },
+    },
+    element('span', { class: 'name' }, 'Row weights'),
+  ));
 }
 
 function buildTiles() {
@@ -333,11 +344,12 @@ function draw() {
     panel.view = view;
     const own = cursor && cursor.panel === panel.at ? cursor : state.frame !== null ? view.now : null;
     const word = state.word !== null && panel.trace.words[state.word];
+    const heatOf = state.word === WEIGHTS ? (c) => runs.weightHeat(panel.trace, c) : (c) => word && runs.wordHeat(panel.trace, word, c);
     panel.stage.show({
       crops: view.crops,
       kindOf: (c, token) => runs.criterion(panel.trace, c, token, view.crops[c]),
       cursor: own,
-      heat: word ? view.crops.map((_, c) => runs.wordHeat(panel.trace, word, c)) : null,
+      heat: view.crops.map((_, c) => heatOf(c)),
     });
     drawMetrics(panel, view);
     if (panel === leader) at = view.crops[state.crop].size;
@@ -402,7 +414,8 @@ function drawToken() {
 function drawWords() {
   const { trace, view } = panels[0];
   if (!view) return;
-  [...$('words').querySelectorAll('button')].forEach((button, at) => {
+  if ($('weights')) $('weights').setAttribute('aria-pressed', String(state.word === WEIGHTS));
+  [...$('words').querySelectorAll('button:not(#weights)')].forEach((button, at) => {
     const { held, share } = runs.wordRelevance(trace, trace.words[at], view.crops);
     button.setAttribute('aria-pressed', String(state.word === at));
     button.querySelector('i').style.width = `${100 * share}%`;

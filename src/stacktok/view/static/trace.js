@@ -140,6 +140,11 @@ export function wordRelevance(trace, word, crops) {
   return { held: held / Math.max(1, word.rows.length), share: best ? held / best : 0 };
 }
 
+// The weights of a crop's tokens; null for a method that has none.
+export function weightHeat(trace, c) {
+  return (trace.anytime && trace.crops[c].row_weights) || null;
+}
+
 export function wordHeat(trace, word, c) {
   const { columns, values } = trace.affinity[c];
   const heat = new Float32Array(columns);
@@ -207,6 +212,7 @@ function reason(crop, at) {
   const coverage = crop.coverage[at].toFixed(4);
   const target = crop.target[at].toFixed(4);
   if (crop.criterion[at] === 'scalarized') return 'The largest gain of relevance + α · coverage.';
+  if (crop.row_weights && crop.criterion[at] === 'relevance') return 'The largest gain of weighted coverage.';
   if (crop.criterion[at] === 'relevance') return `Support held (coverage ${coverage} ≥ target ${target}), so relevance chose.`;
   if (crop.criterion[at] === 'fill') return 'Nothing gained any more; the lowest index filled the budget.';
   if (crop.bound[at]) return `Coverage ${coverage} lay below the target ${target}, so coverage chose.`;
