@@ -278,6 +278,7 @@ def test_methods_lists_every_method_with_its_facts(monkeypatch: Any, capsys: Any
         "stacktok",
         "mmtok",
         "cdpruner",
+        "spotlight",
         "dart-emb",
         "fastv",
         "sparsevlm",
