@@ -15,10 +15,13 @@ VLLM_STAMP := $(VLLM_VENV)/.ready
 TRITON_VENV ?= .venv-triton
 TRITON_BIN := $(TRITON_VENV)/bin
 TRITON_STAMP := $(TRITON_VENV)/.ready
+DOCS_VENV ?= .venv-docs
+DOCS_BIN := $(DOCS_VENV)/bin
+DOCS_STAMP := $(DOCS_VENV)/.ready
 CHROMIUM ?= /usr/bin/chromium
 
 .PHONY: setup setup-eval setup-vllm setup-triton setup-lowest browser figures demo test test-eval test-vllm test-triton \
-	test-lowest soak lint format bench-select \
+	test-lowest docs soak lint format bench-select \
 	bench-models bench-view bench-serve results train-embedded train-embedded-next clean
 
 setup: $(STAMP)
@@ -85,6 +88,21 @@ test-lowest: setup-lowest
 	$(LOWEST_BIN)/python -m pytest -n 2 tests/cli tests/figures tests/evaluation/test_cells.py tests/evaluation/test_report.py \
 		tests/models/test_pictures.py tests/models/test_loading.py tests/core/test_gate.py tests/core/test_affinity.py
 
+# The documentation site, readable from disk without a network: diagrams and equations are drawn by packages from npm.
+$(DOCS_STAMP): pyproject.toml
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_BIN)/python -m pip install --quiet 'mkdocs-material>=9.5,<10' 'mkdocstrings[python]>=0.27'
+	npm install --silent --no-save --no-package-lock --prefix $(DOCS_VENV) mermaid@11 katex@0.16
+	touch $(DOCS_STAMP)
+
+docs: $(DOCS_STAMP)
+	mkdir -p docs/vendor/katex/contrib
+	cp $(DOCS_VENV)/node_modules/mermaid/dist/mermaid.min.js docs/vendor/
+	cp -r $(DOCS_VENV)/node_modules/katex/dist/katex.min.css $(DOCS_VENV)/node_modules/katex/dist/katex.min.js \
+		$(DOCS_VENV)/node_modules/katex/dist/fonts docs/vendor/katex/
+	cp $(DOCS_VENV)/node_modules/katex/dist/contrib/auto-render.min.js docs/vendor/katex/contrib/
+	$(DOCS_BIN)/mkdocs build --quiet
+
 # Ten minutes; CI runs one minute of the same among its tests.
 soak: setup-vllm
 	HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 $(VLLM_BIN)/python -m tests.serving.soak --minutes 10
@@ -148,4 +166,4 @@ train-embedded-next: setup
 
 clean:
 	rm -rf $(VENV) $(EVAL_VENV) $(VLLM_VENV) $(TRITON_VENV) build dist out
-	rm -rf $(VENV) $(EVAL_VENV) $(VLLM_VENV) $(LOWEST_VENV) build dist out
+	rm -rf $(VENV) $(EVAL_VENV) $(VLLM_VENV) $(LOWEST_VENV) $(DOCS_VENV) site docs/vendor build dist out
