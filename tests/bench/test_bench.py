@@ -12,8 +12,11 @@ from stacktok import StackTok
 from stacktok.bench import PRESETS, preset, run, selection
 from stacktok.bench.flops import language_work, work_of
 from stacktok.bench.measure import cache_bytes
-from stacktok.models.registry import adapter_for
+from stacktok.bench.presets import preset_config, processed
+from stacktok.models.registry import BUILT_IN, adapter_for
 from tests.core.cases import affinities
+from tests.tiny import MROPE, build, picture
+from tests.tiny_tiles import TILES
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +77,7 @@ def test_cache_bytes_counts_keys_and_values() -> None:
 
 
 def test_presets_have_the_published_numbers_of_tokens() -> None:
-    assert {name: p.budgets for name, p in PRESETS.items() if name.endswith("7b")} == {
+    assert {name: PRESETS[name].budgets for name in ("llava-1.5-7b", "llava-next-7b", "qwen2.5-vl-7b")} == {
         "llava-1.5-7b": (192, 128, 64),
         "llava-next-7b": (640, 320, 160),
         "qwen2.5-vl-7b": ("20%", "10%", "5%"),
@@ -109,3 +112,52 @@ def test_predictions_grow_with_the_work_and_leave_room_for_measurements() -> Non
         assert selection.predicted_seconds(small, gpu) < selection.predicted_seconds(large, gpu)
         assert selection.predicted_seconds(selection.Size(16384, 64, 1), gpu) is None
     assert all(line.endswith("|  |") for line in list(selection.prediction())[2:])
+
+
+# Billions of parameters without weights in memory, and the tokens that the family's own processor gives a picture.
+@pytest.mark.parametrize(
+    ("name", "billions", "tokens"),
+    [
+        ("qwen2-vl-2b", 2.4, 1296),
+        ("qwen3-vl-8b", 8.8, 1024),
+        ("qwen3-vl-30b-a3b", 31.1, 1024),
+        ("qwen3.5-9b", 9.4, 1024),
+        ("internvl3-8b", 7.4, 5 * 256),
+        ("llava-onevision-0.5b", 1.0, 729 + 54 * 55),
+        ("gemma3-4b", 4.3, 256),
+        ("gemma4-1b", 1.1, 256),
+        ("smolvlm2-500m", 0.51, 17 * 64),
+        ("mistral-small-3-24b", 23.3, 36 * 36),
+        ("glm-4.1v-9b", 10.3, 1296),
+        ("glm-ocr-0.9b", 0.8, 1296),
+    ],
+)
+def test_presets_have_the_published_sizes(name: str, billions: float, tokens: int) -> None:
+    import transformers
+
+    config, _ = preset_config(name)
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.06)
+    _, inputs = processed(PRESETS[name], torch.float32)
+    assert int((inputs["input_ids"] == config.image_token_id).sum()) == tokens
+
+
+def test_every_family_has_a_preset_that_fits_a_small_machine() -> None:
+    small = {p.family for name, p in PRESETS.items() if p.text[0] <= 2048}
+    relatives = {"idefics3", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v"}
+    assert small >= set(BUILT_IN) - relatives
+
+
+@pytest.mark.parametrize("family", ["llava_next", *MROPE, *TILES])
+def test_every_family_is_measured(family: str) -> None:
+    tiny = build(family)
+    inputs = tiny.inputs(["Is there a dog?"], [[picture(160, 100)]])
+    report = run(tiny.model, tiny.processor, inputs, [StackTok(budget=6)], name=family, new_tokens=2, repeats=1)
+    full, pruned = report.measurements
+    assert pruned.tokens == 6
+    # Row breaks are text, and go with their rows.
+    assert full.columns - pruned.columns - (full.tokens - 6) == (4 if family == "mistral3" else 0)
+    assert full.work.vision == pruned.work.vision > 0
+    assert full.work.prefill > pruned.work.prefill
+    assert full.cache_bytes > pruned.cache_bytes

@@ -56,18 +56,23 @@ def work_of(model: Any, adapter: ModelAdapter, inputs: Any, columns: int | Seque
         Tokens generated.
     """
     config = model.config.get_text_config()
-    weights = [_matrices(layer) for layer in adapter.layers(model)]
+    count = getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None)
+    used = config.num_experts_per_tok / count if count else 1.0
+    weights = [_matrices(layer, used) for layer in adapter.layers(model)]
     width = config.num_attention_heads * _head(config)
+    kinds = getattr(config, "layer_types", None) or [""] * len(weights)
+    # A recurrent layer's state does not grow with the sequence.
+    widths = [0 if kind == "linear_attention" else width for kind in kinds]
     lengths = [columns] * len(weights) if isinstance(columns, int) else columns
-    layers = list(zip(weights, lengths, strict=True))
+    layers = list(zip(weights, widths, lengths, strict=True))
     head = model.get_output_embeddings().weight.numel()
     steps = (
-        sum(language_work(own, width, 1, 1, length + step) for own, length in layers) + 2 * head
+        sum(language_work(own, wide, 1, 1, length + step) for own, wide, length in layers) + 2 * head
         for step in range(new_tokens - 1)
     )
     return Work(
         vision=vision_work(model, adapter, inputs),
-        prefill=sum(language_work(own, width, 1, length) for own, length in layers) + 2 * head,
+        prefill=sum(language_work(own, wide, 1, length) for own, wide, length in layers) + 2 * head,
         decode=sum(steps),
     )
 
@@ -77,21 +82,32 @@ def vision_work(model: Any, adapter: ModelAdapter, inputs: Any) -> float:
     config = model.config.vision_config
     base, language_model = adapter.base(model), adapter.language_model(model)
     weights = sum(_matrices(child) for child in base.children() if child is not language_model)
-    pixels = inputs["pixel_values"]
-    if pixels.ndim == 2:
-        views = [int(t * h * w) for t, h, w in inputs["image_grid_thw"].tolist()]
-    elif getattr(config, "image_size", None) is None:
-        views = [pixels.shape[-2]] * pixels.shape[0]
-    else:
-        patches = _sides(config.image_size) // _sides(config.patch_size) + 1
-        views = [patches] * (pixels.shape[0] if pixels.ndim == 4 else pixels.shape[0] * pixels.shape[1])
+    views = _views(config, inputs)
     depth = getattr(config, "depth", None) or config.num_hidden_layers
-    width = int(config.hidden_size)
+    width = int(getattr(config, "embed_dim", None) or config.hidden_size)
     return sum(2.0 * weights * n + 4.0 * int(depth) * width * n * n for n in views)
 
 
-def _matrices(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters() if parameter.ndim >= 2)
+def _views(config: Any, inputs: Any) -> list[int]:
+    """Patches of every sequence that the tower attends over."""
+    pixels = inputs["pixel_values"]
+    if "image_grid_thw" in inputs:
+        return [int(t * h * w) for t, h, w in inputs["image_grid_thw"].tolist()]
+    if "image_position_ids" in inputs:
+        return (inputs["image_position_ids"][..., 0] >= 0).sum(-1).flatten().tolist()  # type: ignore[no-any-return]
+    patch = config.patch_size if isinstance(config.patch_size, int) else config.patch_size[0]
+    if config.model_type == "pixtral":
+        return [int(h // patch) * int(w // patch) for h, w in inputs["image_sizes"].tolist()]
+    return [(pixels.shape[-2] // patch) * (pixels.shape[-1] // patch) + 1] * int(pixels.shape[:-3].numel())
+
+
+def _matrices(module: nn.Module, experts: float = 1.0) -> int:
+    """Numbers that a token is multiplied with, of experts the share that it goes to."""
+    return sum(
+        int(parameter.numel() * (experts if parameter.ndim == 3 and "experts" in name else 1.0))
+        for name, parameter in module.named_parameters()
+        if parameter.ndim >= 2
+    )
 
 
 def _sides(size: Any) -> int:

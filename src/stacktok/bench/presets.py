@@ -6,11 +6,13 @@ query is read as it is for a trained model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from stacktok.bench.shapes import FAMILIES, SIGLIP, shape_parts
 
 QUESTION = "What is written on the sign to the left of the bicycle near the red door?"
 _SYSTEM = (
@@ -32,17 +34,37 @@ class Preset:
     image
         Side of the square picture in pixels.
     budgets
-        The budgets that the paper reports for it.
+        The budgets that the paper reports for it; shares of the tokens where it reports none.
+    vision, text_settings, settings
+        Further settings of the tower, of the language model and of the model.
     """
 
     family: str
     text: tuple[int, int, int, int, int, int]
     image: int
     budgets: tuple[int | str, ...]
+    vision: Mapping[str, Any] = field(default_factory=dict)
+    text_settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 _LLAVA, _NEXT, _QWEN = (192, 128, 64), (640, 320, 160), ("20%", "10%", "5%")
 _7B, _13B, _1B = (4096, 32, 11008, 32, 32, 32064), (5120, 40, 13824, 40, 40, 32064), (2048, 22, 5632, 32, 4, 32064)
+
+_QWEN_7B, _QWEN_HALF = (3584, 28, 18944, 28, 4, 152064), (896, 24, 4864, 14, 2, 151936)
+_QWEN3_TOWER = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16}
+_SMALL_TOWER = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16}
+_INTERN = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
+_PIXTRAL = {**_INTERN, "image_size": 1540, "patch_size": 14}
+
+
+def _qwen3(text: tuple[int, int, int, int, int, int], *, small: bool = False, **own: Any) -> Preset:
+    """A Qwen3-VL; the smaller ones have a smaller tower."""
+    tower = {**_SMALL_TOWER, "deepstack_visual_indexes": [5, 11, 17]} if small else _QWEN3_TOWER
+    rope = {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True, "rope_theta": 5e6}
+    settings = {"head_dim": 128, "rope_parameters": rope, **own}
+    return Preset("qwen3_vl_moe" if own else "qwen3_vl", text, 1024, _QWEN, tower, settings)
+
 
 PRESETS: dict[str, Preset] = {
     "llava-1.5-7b": Preset("llava", _7B, 336, _LLAVA),
@@ -53,9 +75,63 @@ PRESETS: dict[str, Preset] = {
     "llava-next-1b": Preset("llava_next", _1B, 672, _NEXT),
     "qwen2.5-vl-7b": Preset("qwen2_5_vl", (3584, 28, 18944, 28, 4, 152064), 1008, _QWEN),
     "qwen2.5-vl-1b": Preset("qwen2_5_vl", (896, 24, 4864, 14, 2, 151936), 1008, _QWEN),
+    "qwen2-vl-7b": Preset("qwen2_vl", _QWEN_7B, 1008, _QWEN, {"hidden_size": 3584}),
+    "qwen2-vl-2b": Preset("qwen2_vl", (1536, 28, 8960, 12, 2, 151936), 1008, _QWEN, {"hidden_size": 1536}),
+    "qwen3-vl-30b-a3b": _qwen3(
+        (2048, 48, 6144, 32, 4, 151936), num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768
+    ),
+    "qwen3-vl-8b": _qwen3((4096, 36, 12288, 32, 8, 151936)),
+    "qwen3-vl-4b": _qwen3((2560, 36, 9728, 32, 8, 151936), small=True),
+    "qwen3-vl-2b": _qwen3((2048, 28, 6144, 16, 8, 151936), small=True),
+    "qwen3.5-9b": Preset("qwen3_5", (4096, 32, 12288, 16, 4, 248320), 1024, _QWEN, _QWEN3_TOWER, {"head_dim": 256}),
+    "qwen3.5-1b": Preset(
+        "qwen3_5",
+        (1024, 24, 3584, 8, 2, 248320),
+        1024,
+        _QWEN,
+        _QWEN3_TOWER,
+        {"head_dim": 256, "linear_num_value_heads": 16},
+    ),
+    "internvl3-8b": Preset("internvl", _QWEN_7B, 896, _QWEN, _INTERN),
+    "internvl3-1b": Preset("internvl", _QWEN_HALF, 896, _QWEN, _INTERN),
+    "llava-onevision-7b": Preset("llava_onevision", _QWEN_7B, 768, _QWEN),
+    "llava-onevision-0.5b": Preset("llava_onevision", _QWEN_HALF, 768, _QWEN),
+    "gemma3-4b": Preset("gemma3", (2560, 34, 10240, 8, 4, 262208), 896, _QWEN),
+    "gemma3-1b": Preset("gemma3", (1152, 26, 6912, 4, 1, 262208), 896, _QWEN),
+    "gemma4-1b": Preset(
+        "gemma4",
+        (1152, 26, 6912, 4, 1, 32064),
+        768,
+        _QWEN,
+        text_settings={"head_dim": 256, "hidden_size_per_layer_input": 256},
+    ),
+    "smolvlm2-2.2b": Preset(
+        "smolvlm",
+        (2048, 24, 8192, 32, 32, 49280),
+        1536,
+        _QWEN,
+        {**SIGLIP, "image_size": 384, "num_hidden_layers": 27},
+        settings={"scale_factor": 3},
+    ),
+    "smolvlm2-500m": Preset(
+        "smolvlm",
+        (960, 32, 2560, 15, 5, 49280),
+        2048,
+        _QWEN,
+        {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+        | {"image_size": 512, "patch_size": 16},
+        settings={"scale_factor": 4},
+    ),
+    "mistral-small-3-24b": Preset(
+        "mistral3", (5120, 40, 32768, 32, 8, 131072), 1008, _QWEN, _PIXTRAL, {"head_dim": 128}
+    ),
+    "mistral3-1b": Preset("mistral3", (2048, 22, 5632, 32, 4, 32064), 1008, _QWEN, _PIXTRAL),
+    "glm-4.1v-9b": Preset("glm4v", (4096, 40, 13696, 32, 2, 151552), 1008, _QWEN),
+    "glm-ocr-0.9b": Preset("glm_ocr", (1024, 16, 4096, 16, 8, 59392), 1008, _QWEN),
     "tiny": Preset("llava", (64, 2, 128, 4, 2, 512), 336, _LLAVA),
 }
-"""The 1B-class ones are published vision towers in front of published 0.5B to 1.1B language models."""
+"""Those of 1B and less fit two cores and a few gigabytes: small published models, or published vision towers in front
+of language models of 0.5B to 1.1B."""
 
 
 def preset(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any, dict[str, Any]]:
@@ -71,6 +147,8 @@ def preset(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any, di
     config, prompt = preset_config(name)
     shape = PRESETS[name]
     model = _random(config, dtype)
+    if shape.family in FAMILIES:
+        return model, *processed(shape, dtype)
     generator = torch.Generator().manual_seed(0)
     placeholders = config.image_token_id
     inputs: dict[str, Any] = {}
@@ -100,8 +178,34 @@ def preset_config(name: str) -> tuple[Any, str]:
     if name not in PRESETS:
         raise ValueError(f"preset {name!r} is not known; use one of {', '.join(PRESETS)}")
     shape = PRESETS[name]
+    if shape.family in FAMILIES:
+        config, _, prompt = shape_parts(shape, QUESTION, _special_tokenizer)
+        return config, prompt
     build: Callable[[Preset, bool], tuple[Any, str]] = _qwen if shape.family == "qwen2_5_vl" else _llava
     return build(shape, name == "tiny")
+
+
+def processed(shape: Preset, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    """The family's processor with a small vocabulary, and its output for one picture of noise."""
+    import numpy as np
+    from PIL import Image
+
+    _, processor, prompt = shape_parts(shape, QUESTION, _special_tokenizer)
+    pixels = np.random.default_rng(0).integers(0, 256, (shape.image, shape.image, 3), dtype=np.uint8)
+    inputs = processor(images=[[Image.fromarray(pixels)]], text=[prompt], return_tensors="pt")
+    return processor, dict(inputs.to(dtype))
+
+
+def _special_tokenizer(prompt: str, special: Sequence[str], named: Mapping[str, str]) -> Any:
+    """One token per word of the prompt, special tokens, and special tokens that the processor asks for by name."""
+    from tokenizers import AddedToken
+
+    words = prompt
+    for token in sorted({*special, *named.values()}, key=len, reverse=True):
+        words = words.replace(token, " ")
+    tokenizer = preset_tokenizer(words, extra=named)
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in (*special, *named.values())])
+    return tokenizer
 
 
 class PresetProcessor:
@@ -191,8 +295,8 @@ def _qwen(shape: Preset, tiny: bool) -> tuple[Any, str]:
     return config, prompt
 
 
-def preset_tokenizer(prompt: str, **special: int) -> Any:
-    """One token per word of the prompt; further ones with ids of their own."""
+def preset_tokenizer(prompt: str, extra: Mapping[str, str] | None = None, **special: int) -> Any:
+    """One token per word of the prompt; further ones with ids of their own, and special ones by name."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -203,7 +307,8 @@ def preset_tokenizer(prompt: str, **special: int) -> Any:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     untyped: Any = PreTrainedTokenizerFast
-    return untyped(tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[UNK]")
+    named = {} if extra is None else {"extra_special_tokens": dict(extra)}
+    return untyped(tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[UNK]", **named)
 
 
 def _random(config: Any, dtype: torch.dtype) -> Any:

@@ -178,7 +178,7 @@ def _shape(name: str, dtype: str, device: str) -> tuple[Any, Any, Any]:
 def _published(model_type: str) -> list[Any]:
     from stacktok.bench.presets import PRESETS
 
-    return list(next(p.budgets for p in PRESETS.values() if p.family == model_type))
+    return list(next((p.budgets for p in PRESETS.values() if p.family == model_type), ("20%", "10%", "5%")))
 
 
 def _checkers() -> Any:

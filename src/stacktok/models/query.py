@@ -47,9 +47,13 @@ KNOWN_MARKERS = (
     Markers("<|start_header_id|>user<|end_header_id|>", "<|eot_id|>"),
     Markers("<|user|>", "<|assistant|>"),
     Markers("[INST]", "[/INST]"),
+    Markers("<start_of_turn>user", "<end_of_turn>"),
+    Markers("<|turn>user", "<turn|>"),
     Markers("USER:", "ASSISTANT:"),
+    Markers("User:", "<end_of_utterance>"),
 )
-"""ChatML, Llama 3, GLM, Mistral and Vicuna: for prompts written by hand, and processors without a template."""
+"""ChatML, Llama 3, GLM, Mistral, Gemma 3 and 4, Vicuna and SmolVLM: for prompts written by hand, and processors without a
+template."""
 
 # Two turns whose texts cannot occur in a template, so that what stands around them is the template's own.
 _PROBES = ("\u2780stacktok\u2781", "\u2782stacktok\u2783", "\u2784stacktok\u2785")
