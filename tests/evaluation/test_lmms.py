@@ -23,6 +23,8 @@ from stacktok.evaluation.scenes_task import MAX_NEW_TOKENS, right, write_task
 from stacktok.methods import VisionZip
 from tests import tiny
 from tests.evaluation import studies
+from tests.tiny import MROPE
+from tests.tiny_tiles import TILES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -106,6 +108,15 @@ def test_every_family_answers_as_in_direct_generation(family, tmp_path):
             expected.append((number, text, score, tokens if budget is None else pruned.last[0].reduction.tokens))
         assert given == expected, label
     assert len({answer for given in found.values() for _, answer, _, _ in given}) > 3
+
+
+@pytest.mark.parametrize("family", [*MROPE[1:], *TILES])
+def test_the_plugin_takes_every_family(family, tmp_path):
+    pretrained = studies.save_tiny(tmp_path / "m", family)
+    plan = studies.plan(pretrained, engine="lmms-eval", budgets=[5], tasks=[_task("existence")], scenes=1)
+    plan = plan.model_copy(update={"methods": plan.methods[:1]})
+    found = answers(run_plan(plan, tmp_path / "out", device="cpu"))
+    assert [tokens for *_, tokens in found["StackTok", 5, "existence"]] == [5]
 
 
 @pytest.mark.parametrize("family", ["llava", "llava_next", "qwen2_5_vl"])

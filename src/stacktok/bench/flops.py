@@ -110,12 +110,6 @@ def _matrices(module: nn.Module, experts: float = 1.0) -> int:
     )
 
 
-def _sides(size: Any) -> int:
-    """Area of a picture or patch whose size is one number, or height and width."""
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    return int(height) * int(width)
-
-
 def _head(config: Any) -> int:
     # Where layers differ in it, the first speaks for all.
     config = next(iter(getattr(config, "per_layer_config", None) or ()), config)

@@ -52,7 +52,7 @@ KNOWN_MARKERS = (
     Markers("USER:", "ASSISTANT:"),
     Markers("User:", "<end_of_utterance>"),
 )
-"""ChatML, Llama 3, GLM, Mistral, Gemma 3 and 4, Vicuna and SmolVLM: for prompts written by hand, and processors without a
+"""ChatML, Llama 3, GLM, Mistral, Gemma, Vicuna and SmolVLM: for prompts written by hand, and processors without a
 template."""
 
 # Two turns whose texts cannot occur in a template, so that what stands around them is the template's own.
