@@ -90,12 +90,13 @@ def answer(
 
     ``full`` are the inputs of the picture as it is, where a method made it smaller.
     """
+    from stacktok.runtime.asking import generate_texts
+
     whole = inputs if full is None else full
 
     def generate(length: int, inputs: Any = inputs) -> str:
-        out = model.generate(**inputs, max_new_tokens=length, do_sample=False)
-        text: str = processor.tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        return text.strip()
+        (text,) = generate_texts(model, processor, inputs, length)
+        return text
 
     with method(model, processor) as pruned:
         pruned.query = question

@@ -128,7 +128,7 @@ class BeforePruning(Pruning):
         times = placement.times
         queries = self.queries(len(placement.rows) // times)
         spans: list[list[Span]] = []
-        results: dict[tuple[str, int], ImageResult] = {}
+        results: dict[tuple[str, int, int], ImageResult] = {}
         for row, placed in enumerate(placement.rows):
             spans.append([])
             if not placed:
@@ -140,7 +140,7 @@ class BeforePruning(Pruning):
             for one, reduction in zip(placed, self._reduce(call, placed, question, budget), strict=True):
                 spans[-1].append(Span(one.indices, one.image, reduction))
                 results.setdefault(
-                    (one.modality, one.index),
+                    (one.modality, one.index, row // times),
                     ImageResult(
                         row // times,
                         one.modality,

@@ -32,6 +32,35 @@ if TYPE_CHECKING:
     from stacktok.runtime.question import Question
 
 _ATTRIBUTE = "_stacktok_captured"
+_SHARED = "_stacktok_shared"
+
+
+def share(output: Any, images: Sequence[int]) -> Any:
+    """An encoder output whose images stand in several prompts, for ``generate(mm_encoder_outputs={"image": ...})``.
+
+    Encoded once, prepared once for all of their questions.
+
+    Parameters
+    ----------
+    output
+        Of an encoder function that is tapped; every image is one unit of it.
+    images
+        Per prompt, in order, the image that it shows.
+    """
+    units = output.pooler_output
+    picked = units[list(images)] if isinstance(units, torch.Tensor) else [units[index] for index in images]
+    changed: dict[str, Any] = {"pooler_output": picked}
+    if getattr(output, "deepstack_features", None) is not None:
+        changed["deepstack_features"] = [[layer[index] for index in images] for layer in output.deepstack_features]
+    shared = type(output)(**{**output, **changed})
+    setattr(shared, _ATTRIBUTE, getattr(output, _ATTRIBUTE))
+    setattr(shared, _SHARED, tuple(images))
+    return shared
+
+
+def preparations(output: Any) -> int:
+    """Images of an encoder output that were prepared for a method."""
+    return len(getattr(output, _ATTRIBUTE).prepared)
 
 
 class EncoderTap:
@@ -297,7 +326,8 @@ class Capture:
         text, times, seconds = valid.copy(), 1, 0.0
         for modality, output in outputs.items():
             captured, units = self.captured(modality, output), self.adapter.units(output)
-            times = max(times, len(units) // max(1, len(captured.call.units)))
+            shared: tuple[int, ...] | None = getattr(output, _SHARED, None)
+            times = max(times, len(units) // max(1, len(captured.call.units if shared is None else shared)))
             groups = [self.adapter.group(self.model.config, row.tolist(), self.processor) for row in ids[::times]]
             captured.read(self.adapter, None if None in groups else [g for own in groups if own for g in own])
             seconds += captured.seconds
@@ -308,7 +338,7 @@ class Capture:
                 indices, counts = np.flatnonzero(mask), iter(groups[row // times] or ())
                 while len(indices):
                     count = next(counts, 1)
-                    index = captured.image(units[at : at + count])
+                    index = captured.image(units[at : at + count]) if shared is None else shared[at // times]
                     image = captured.images[index]
                     own, indices = np.split(indices, [image.length - self.adapter.text_tokens(image.layout)])
                     if self.adapter.text_separators:

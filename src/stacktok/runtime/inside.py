@@ -551,11 +551,11 @@ class InsidePruning(Pruning):
         self.run.kept_positions = last
         self.run.layer_seconds = plan.seconds
         self.run.seconds = plan.before + plan.seconds
-        results: dict[tuple[str, int], ImageResult] = {}
+        results: dict[tuple[str, int, int], ImageResult] = {}
         for visual in plan.visuals:
             per_layer = tuple(visual.per_cut[sum(cut < layer for cut in self.cuts)] for layer in range(self.depth))
             results.setdefault(
-                (visual.modality, visual.index),
+                (visual.modality, visual.index, visual.row // plan.times),
                 ImageResult(
                     visual.row // plan.times,
                     visual.modality,
