@@ -8,6 +8,7 @@ import typer
 
 from stacktok import __version__
 from stacktok.cli.ask import ask
+from stacktok.cli.batch import batch
 from stacktok.cli.bench import bench
 from stacktok.cli.check import check
 from stacktok.cli.demo import demo
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(ask)
+app.command()(batch)
 app.command()(check)
 app.command()(bench)
 app.command()(models)

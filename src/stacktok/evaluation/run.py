@@ -57,7 +57,7 @@ class Progress:
 
     def __str__(self) -> str:
         left = self.seconds_left()
-        eta = "" if left is None else f", about {_duration(left)} left"
+        eta = "" if left is None else f", about {duration(left)} left"
         return f"{self.done + self.skipped} of {self.total} cells{eta}"
 
 
@@ -271,7 +271,8 @@ def one_run(folder: Path) -> Iterator[None]:
         yield
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """A time for people."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

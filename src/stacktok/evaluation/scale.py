@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +48,7 @@ def over_ray(
     work
         What a worker does with a cell: plan, key and device to result.
     """
-    try:
-        import ray
-    except ModuleNotFoundError:
-        raise ValueError("--ray needs the package ray: pip install 'stacktok[ray]'") from None
-
-    started = not ray.is_initialized()
-    if started:
-        local = address == "local"
-        ray.init(address=None if local else address, log_to_driver=False, include_dashboard=False if local else None)
-    try:
+    with cluster(address) as ray:
         # A worker ends with its cell, so that no memory of a GPU outlives it.
         task = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=RETRIES, max_calls=1)(work)
         values = plan.model_dump(mode="json")
@@ -71,6 +63,28 @@ def over_ray(
                     yield cell, None, error.cause if isinstance(error.cause, Exception) else error
                 except ray.exceptions.RayError as error:
                     yield cell, None, error
+
+
+@contextmanager
+def cluster(address: str) -> Iterator[Any]:
+    """Ray, connected to a cluster while the block lasts; a connection that is there already is left alone.
+
+    Parameters
+    ----------
+    address
+        Of the cluster; "local" starts one on this machine.
+    """
+    try:
+        import ray
+    except ModuleNotFoundError:
+        raise ValueError("--ray needs the package ray: pip install 'stacktok[ray]'") from None
+
+    started = not ray.is_initialized()
+    if started:
+        local = address == "local"
+        ray.init(address=None if local else address, log_to_driver=False, include_dashboard=False if local else None)
+    try:
+        yield ray
     finally:
         if started:
             ray.shutdown()

@@ -1,0 +1,87 @@
+"""`stacktok batch` answers as `stacktok ask` does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from stacktok.cli.ask import answer
+from stacktok.methods import StackTok
+from stacktok.models.loading import load_model
+from stacktok.models.pictures import read_picture
+from stacktok.models.prompt import prompt_inputs
+from stacktok.scenes import make_scene, questions, render, seed_for
+from tests.cli.test_commands import shell
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three scenes with four questions each, by path, one of them broken."""
+    folder = tmp_path_factory.mktemp("data")
+    lines = []
+    for index in range(3):
+        scene = make_scene(seed_for("test", index))
+        render(scene).save(folder / f"{index}.png")
+        lines += [{"id": f"{index}-{q.text}", "image": f"{index}.png", "q": q.text} for q in questions(scene)[:4]]
+    lines.insert(5, {"id": "broken", "image": "nothing.png", "q": "What?"})
+    (folder / "asked.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return folder
+
+
+def test_row_by_row_as_ask(data: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    common = ("batch", "--data", data / "asked.jsonl", "--question-column", "q", "--out", tmp_path / "out")
+    code, out, _ = shell(monkeypatch, capsys, *common, "--budget", 32, "--shard-rows", 8, "--json")
+    summary = json.loads(out)
+    assert code == 0
+    assert (summary["rows"], summary["errors"], summary["encoded"], summary["prepared"]) == (13, 1, 4, 4)
+    rows = [row for path in sorted((tmp_path / "out").glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
+    from stacktok.embedded import resolve
+
+    model, processor = load_model(resolve("embedded/llava"))
+    for line, row in zip((data / "asked.jsonl").read_text().splitlines(), rows, strict=True):
+        asked = json.loads(line)
+        assert row["id"] == asked["id"]
+        if asked["id"] == "broken":
+            assert "nothing.png does not exist" in row["error"]
+            assert row["answer"] is None
+            continue
+        inputs = prompt_inputs(processor, read_picture(data / asked["image"]), asked["q"], model)
+        wanted = answer(model, processor, inputs, StackTok(budget=32), 64, question=asked["q"], compare=False)
+        assert row["error"] is None
+        assert [row[name] for name in ("answer", "tokens_before", "tokens_after")] == [
+            wanted[name] for name in ("answer", "tokens_before", "tokens_after")
+        ]
+
+
+def test_a_folder_and_what_it_would_take(data: Path, monkeypatch: Any, capsys: Any) -> None:
+    asked = ("batch", "--data", data / "*.png", "--question", "Is there a bear?", "--budget", "all", "--batch-rows", 2)
+    code, out, _ = shell(monkeypatch, capsys, *asked, "--estimate", "--estimate-rows", 2, "--price", 3, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert (found["measured_rows"], found["rows"], found["tokens_saved"]) == (2, 3, 0)
+    assert found["cost_per_million"] > 0
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--question", "?"), "out is missing"),
+        (("--question", "?", "--out", "out", "--workers", "many"), "workers 'many'"),
+        (("--question", "?", "--out", "out", "--engine", "onnx"), "engine 'onnx' is not known"),
+        (("--out", "out"), "either question or question-column"),
+        (("--question", "?", "--out", "out", "--budget", "many"), "budget"),
+        (("--question", "?", "--out", "out", "--model", "embedded/none"), "embedded models are"),
+    ],
+)
+def test_what_a_user_can_get_wrong(
+    more: tuple[str, ...], words: str, data: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = shell(monkeypatch, capsys, "batch", "--data", data, *more)
+    assert code == 2
+    assert words in err
+    assert err.count("\n") == 1
