@@ -11,6 +11,7 @@ from typing import Any
 from stacktok import embedded
 from stacktok.batch.worker import Engine
 from stacktok.methods.base import Method
+from stacktok.methods.downsample import DownSample
 from stacktok.methods.settings import method_name, own_parameters
 from stacktok.models.prompt import prompt_text
 from stacktok.runtime.asking import Answered, Counts, ask_rows
@@ -92,12 +93,15 @@ class TransformersEngine:
         dtype = "auto" if spec.dtype == "auto" else getattr(torch, spec.dtype)
         model, self.processor = load_model(embedded.resolve(spec.model), dtype)
         self.model, self.max_new_tokens = model.to(spec.device), spec.max_new_tokens
+        self.method = spec.method
         self._attachment = spec.method(self.model, self.processor)
         self.pruned = self._attachment.__enter__()
         self._counts = Counts()
 
     def answer(self, pictures: Sequence[Any], rows: Sequence[tuple[int, str]]) -> list[Answered]:
         """Answers of one call of ``generate``."""
+        if isinstance(self.method, DownSample) and self.method.budget is not None:
+            pictures = [self.method.apply(picture, self.processor) for picture in pictures]
         return ask_rows(self.model, self.processor, self.pruned, pictures, rows, self.max_new_tokens, self._counts)
 
     def counts(self) -> tuple[int, int]:
