@@ -174,6 +174,17 @@ def scores(case: Case, layer: int) -> torch.Tensor:
     return torch.from_numpy(0.9 * powers / powers.sum(-1, keepdims=True)).float()
 
 
+def joined(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys of a layer with its heads as one, CLS first, (crops, n + 1, d_v); keys follow the features."""
+    draw = case.draw(5)
+    vision = case.vision().double().numpy()
+    width = vision.shape[-1]
+    keys = vision @ draw.standard_normal((width, width)) / width**0.5
+    keys = np.concatenate([draw.standard_normal((case.crops, 1, width)), keys], 1)
+    queries = draw.standard_normal(keys.shape)
+    return torch.from_numpy(queries).float(), torch.from_numpy(keys).float()
+
+
 def video(case: Case, width: int = 64) -> torch.Tensor:
     """Frames of n tokens that drift: (crops = frames, n, width)."""
     draw = case.draw(8)

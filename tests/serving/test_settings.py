@@ -26,9 +26,18 @@ def test_a_method_takes_its_own_parameters() -> None:
     assert settings.method == method_class("stacktok")(budget="20%", relevance_depth=8)
 
 
-@pytest.mark.parametrize("name", ["mmtok", "divprune", "cdpruner", "visionzip", "random", "uniform", "pool"])
+SERVED = ("mmtok", "divprune", "cdpruner", "visionzip", "vispruner", "scope", "holov", "hiprune", "vscan", "prumerge")
+
+
+@pytest.mark.parametrize("name", [*SERVED, "random", "uniform", "pool"])
 def test_every_method_before_the_language_model_is_served(name: str) -> None:
     assert isinstance(Settings.read({"method": name, "budget": 8}).method, method_class(name))
+
+
+@pytest.mark.parametrize("name", ["evs", "vidcom2"])
+def test_methods_for_videos_are_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(ValueError, match="compares the frames of a video, and pictures alone are served pruned"):
+        Settings.read({"method": name, "budget": 64})
 
 
 @pytest.mark.parametrize("name", ["fastv", "sparsevlm"])
@@ -54,6 +63,7 @@ def test_methods_inside_the_language_model_are_refused_with_the_reason(name: str
         ({"budget": 64, "parameters": {"share_budget": True}}, "share_budget"),
         ({"budget": 64, "parameters": {"keep_newlines": True}}, "keep_newlines"),
         ({"budget": 64, "method": "visionzip", "parameters": {"allocation": "per_crop"}}, "per_crop"),
+        ({"budget": 64, "method": "prumerge", "parameters": {"adaptive": True}}, "adaptive=True"),
         (64, "not a mapping"),
     ],
 )

@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 
 # Entries of a block of probabilities.
 _BLOCK = 1 << 24
+
+
+@dataclass(frozen=True)
+class TowerSignal:
+    """Which attention of the vision tower a method reads.
+
+    Attributes
+    ----------
+    rows
+        Whose attention: "cls", "received" from all tokens, None for CLS where the tower has one.
+    early
+        A second layer to read, as the share of the tower's depth that it ends: 0.5 is layer 12 of 24, from 1.
+    joined
+        Read the last layer of the tower, its heads as one, in place of the layer that feeds the projector.
+    """
+
+    rows: Literal["cls", "received"] | None = None
+    early: float | None = None
+    joined: bool = False
+
+    def early_layer(self, depth: int) -> int | None:
+        """Index, from 0, of the second layer in a tower of ``depth`` layers."""
+        return None if self.early is None else min(max(round(self.early * depth), 1), depth) - 1
 
 
 def row_attention(

@@ -185,12 +185,15 @@ class TowerAttention:
         Pre-projector features of the CLS token, (d_v,); None where the tower has none.
     project
         The projector, (k, d_v) to (k, d); None where a token is not the projection of one feature vector.
+    early
+        Scores in the second layer that the method reads, (n_c,).
     """
 
     scores: torch.Tensor
     keys: torch.Tensor
     cls: torch.Tensor | None = None
     project: Callable[[torch.Tensor], torch.Tensor] | None = None
+    early: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,6 +294,15 @@ class EncodedImage:
         """The image with the tower's attention to every crop."""
         crops = zip(self.crops, attention, strict=True)
         return replace(self, crops=tuple(replace(crop, attention=own) for crop, own in crops))
+
+    def with_early(self, early: EncodedImage) -> EncodedImage:
+        """The image with the scores of another reading of the tower as those of the second layer."""
+        attention = [
+            replace(own.attention, early=other.attention.scores)
+            for own, other in zip(self.crops, early.crops, strict=True)
+            if own.attention is not None and other.attention is not None
+        ]
+        return self.with_attention(attention)
 
     def keep(self, indices: Sequence[Ints], *, record: Any = None, keep_newlines: bool = False) -> Reduction:
         """The reduction that keeps some tokens of every crop as they are; see `ImageLayout.keep`."""

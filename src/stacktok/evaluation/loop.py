@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
+from stacktok.core.attention import TowerSignal
 from stacktok.core.tokens import EncodedImage, Reduction
 from stacktok.models.base import EncoderCall
 from stacktok.models.query import placeholders, without, word_ids
@@ -82,11 +83,19 @@ class Loop:
         self._pad = int(model.generation_config.pad_token_id or 0)
 
     @torch.inference_mode()
-    def encode(self, picture: Any) -> tuple[EncodedImage, torch.Tensor]:
-        """A picture as the encoder leaves it: the image with the tower's attention, and its unpruned rows."""
+    def encode(self, picture: Any, signal: TowerSignal | None = None) -> tuple[EncodedImage, torch.Tensor]:
+        """A picture as the encoder leaves it: the image with the tower's attention, and its unpruned rows.
+
+        Parameters
+        ----------
+        picture
+            The picture.
+        signal
+            Which attention; None for that of most methods.
+        """
         inputs = self.processor.image_processor(images=picture, return_tensors="pt")
         arguments = {name: inputs[name] for name in ("pixel_values", "image_sizes") if name in inputs}
-        with tapped_tower(self.adapter, self.model, None) as tower:
+        with tapped_tower(self.adapter, self.model, signal or TowerSignal()) as tower:
             output = self.model.get_image_features(**arguments, return_dict=True)
         call = EncoderCall("image", output, output.pooler_output, arguments, self.model, self.processor)
         (image,) = self.adapter.encode(call, tower.take())

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from stacktok.core.attention import TowerSignal
 from stacktok.core.budget import Budget, Coverage, resolve_budget
 from stacktok.core.record import CropSelection, Selection
 from stacktok.core.tokens import Reduction
@@ -151,7 +152,11 @@ class Bench:
             for number, (item, prompt) in enumerate(zip(items, prompts, strict=True)):
                 seed, query = item.scene.seed, prompt.query
                 if seed not in prepared:
-                    seen = prompt.image if condition is None else disturb_image(condition, prompt.image, seed)
+                    seen = prompt.image
+                    if method.reads_tower and method.tower_signal != TowerSignal():
+                        seen, _ = loop.encode(self._encoded[seed][0], method.tower_signal)
+                    if condition is not None:
+                        seen = disturb_image(condition, seen, seed)
                     prepared[seed] = method.prepare(seen)
                 if condition is not None:
                     query = self._disturbed(loop, condition, item)

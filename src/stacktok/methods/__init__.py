@@ -14,12 +14,14 @@ from stacktok.methods.divprune import DivPrune
 from stacktok.methods.downsample import DownSample
 from stacktok.methods.evs import EVS
 from stacktok.methods.fastv import FastV
+from stacktok.methods.hiprune import HiPrune
 from stacktok.methods.holov import HoloV
 from stacktok.methods.info import MethodInfo
 from stacktok.methods.layer_method import LayerMethod, LayerView
 from stacktok.methods.mmtok import MMTok
 from stacktok.methods.pixel_method import PixelMethod
 from stacktok.methods.pixelprune import PixelPrune
+from stacktok.methods.prumerge import PruMergePlus
 from stacktok.methods.pyramiddrop import PyramidDrop
 from stacktok.methods.random_tokens import RandomTokens
 from stacktok.methods.registry import available, method_class
@@ -33,6 +35,7 @@ from stacktok.methods.uniform_grid import UniformGrid
 from stacktok.methods.vidcom2 import VidCom2
 from stacktok.methods.visionzip import VisionZip
 from stacktok.methods.vispruner import VisPruner
+from stacktok.methods.vscan import VScan
 
 __all__ = [
     "ABLATIONS",
@@ -49,6 +52,7 @@ __all__ = [
     "EncodedCrop",
     "FastV",
     "FeatureMethod",
+    "HiPrune",
     "HoloV",
     "LayerMethod",
     "LayerView",
@@ -61,6 +65,7 @@ __all__ = [
     "PixelMethod",
     "PixelPrune",
     "Prepared",
+    "PruMergePlus",
     "PyramidDrop",
     "RandomTokens",
     "ScoreMethod",
@@ -68,6 +73,7 @@ __all__ = [
     "Spotlight",
     "StackTok",
     "UniformGrid",
+    "VScan",
     "VidCom2",
     "VisPruner",
     "VisionZip",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
+from stacktok.core.attention import TowerSignal
 from stacktok.core.budget import Budget, Coverage, budget_share, check_budget
 from stacktok.core.tokens import EncodedImage, Reduction
 from stacktok.methods.info import MethodInfo
@@ -193,9 +194,9 @@ class FeatureMethod(Method):
                 raise TypeError(f"{name}={getattr(self, name)!r} is not a bool; give True or False")
 
     @property
-    def tower_signal(self) -> str | None:
-        """Which attention of the vision tower is read: "cls", "received", or None for CLS where the tower has one."""
-        return None
+    def tower_signal(self) -> TowerSignal:
+        """Which attention of the vision tower is read by a method that reads it."""
+        return TowerSignal()
 
     @abstractmethod
     def prepare(self, image: EncodedImage) -> Prepared:

@@ -273,7 +273,8 @@ def pool(crops: Sequence[EncodedCrop]) -> EncodedCrop:
 def own_attention(vision: torch.Tensor) -> TowerAttention:
     """The attention of features to one another, as queries and keys of one head."""
     x = vision.float()[None]
-    return TowerAttention(received_attention(x, x, float(vision.shape[1]) ** -0.5), vision)
+    scores = received_attention(x, x, float(vision.shape[1]) ** -0.5)
+    return TowerAttention(scores, vision, early=scores)
 
 
 def of_crop(crop: int, tokens: Ints) -> Ints:

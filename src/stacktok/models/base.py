@@ -70,11 +70,14 @@ class TowerReading:
         Their keys, mean over heads, (s, d_k) each.
     has_cls
         Whether those sequences begin with CLS.
+    early
+        The same of the second layer that a method reads; None where it reads one.
     """
 
     scores: list[torch.Tensor]
     keys: list[torch.Tensor]
     has_cls: bool
+    early: TowerReading | None = None
 
     def add(
         self,
@@ -84,6 +87,7 @@ class TowerReading:
         allowed: torch.Tensor | None = None,
         *,
         by_cls: bool,
+        joined: bool = False,
     ) -> None:
         """Read one sequence.
 
@@ -98,7 +102,12 @@ class TowerReading:
             alone. None where all see all.
         by_cls
             Score tokens by the attention of CLS, in place of that of all tokens.
+        joined
+            Take all heads as one, whose logits are divided by the root of its width.
         """
+        if joined:
+            query, key = (heads.transpose(0, 1).flatten(1)[None] for heads in (query, key))
+            scaling = float(query.shape[-1]) ** -0.5
         first = 1 if self.has_cls else 0
         if by_cls:
             scores = row_attention(query[:, :1], key, scaling, None if allowed is None else allowed[:1])[:, 0].sum(0)
@@ -297,7 +306,15 @@ class ModelAdapter(ABC):
             replace(self.assemble(layout, x, z), modality=call.modality)
             for layout, (x, z) in zip(layouts, features, strict=True)
         ]
-        return images if reading is None else self.add_attention(images, reading, call)
+        return images if reading is None else self.attend(images, reading, call)
+
+    def attend(self, images: Sequence[EncodedImage], reading: TowerReading, call: EncoderCall) -> list[EncodedImage]:
+        """The images of one encoder call, each with the tower's attention in all layers that were read."""
+        found = self.add_attention(images, reading, call)
+        if reading.early is None:
+            return found
+        early = self.add_attention(images, reading.early, call)
+        return [image.with_early(other) for image, other in zip(found, early, strict=True)]
 
     def tower_attention(self, model: Any) -> tuple[nn.Module, nn.Module, bool]:
         """The vision tower, the attention module in it that ranks tokens, and whether its first token is CLS."""
@@ -306,10 +323,14 @@ class ModelAdapter(ABC):
             "a method that needs no attention"
         )
 
+    def tower_layer(self, config: Any, layer: int) -> int:
+        """The layer of the vision tower to read for one that a method names: itself where it sees the whole image."""
+        return layer
+
     def add_attention(
         self, images: Sequence[EncodedImage], reading: TowerReading, call: EncoderCall
     ) -> list[EncodedImage]:
-        """The images of one encoder call, each with the tower's attention.
+        """The images of one encoder call, each with the tower's attention in one layer.
 
         Parameters
         ----------

@@ -41,6 +41,11 @@ class Qwen2_5_VLAdapter(Qwen2VLAdapter):  # noqa: N801 - the family's own spelli
         visual: Any = self.base(model).visual
         return visual, visual.blocks[max(model.config.vision_config.fullatt_block_indexes)].attn, False
 
+    def tower_layer(self, config: Any, layer: int) -> int:
+        """The next block that attends over the whole image, or the last such: the others see windows."""
+        whole: list[int] = config.vision_config.fullatt_block_indexes
+        return min((own for own in whole if own >= layer), default=max(whole))
+
 
 def window_order(call: EncoderCall) -> torch.Tensor:
     """For every merged token in window order its raster index, (n,)."""

@@ -114,8 +114,7 @@ def _tensors(image: EncodedImage) -> list[torch.Tensor]:
         found.extend([crop.vision, crop.projected])
         if crop.attention is not None:
             found.extend([crop.attention.scores, crop.attention.keys])
-            if crop.attention.cls is not None:
-                found.append(crop.attention.cls)
+            found.extend(own for own in (crop.attention.cls, crop.attention.early) if own is not None)
     return found
 
 
@@ -124,8 +123,9 @@ def _mapped(image: EncodedImage, function: Callable[[torch.Tensor], torch.Tensor
     for crop in image.crops:
         attention = crop.attention
         if attention is not None:
-            cls = None if attention.cls is None else function(attention.cls)
-            attention = replace(attention, scores=function(attention.scores), keys=function(attention.keys), cls=cls)
+            cls, early = (None if own is None else function(own) for own in (attention.cls, attention.early))
+            scores, keys = function(attention.scores), function(attention.keys)
+            attention = replace(attention, scores=scores, keys=keys, cls=cls, early=early)
         crops.append(
             replace(crop, vision=function(crop.vision), projected=function(crop.projected), attention=attention)
         )

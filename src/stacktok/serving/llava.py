@@ -41,9 +41,11 @@ class LlavaTower(PrunedModel):
                     f"vision_feature_layer={self.config.vision_feature_layer!r} with vision_feature_select_strategy="
                     f"{strategy!r} leaves no single attention to read; use a method that needs no attention"
                 )
-            self.reader = AttentionReader(
-                tower.encoder.layers[-1].self_attn.attn, has_cls, self.pruner.method.tower_signal
-            )
+            # vLLM builds the layers up to the one that feeds the projector.
+            signal, layers = self.pruner.method.tower_signal, tower.encoder.layers
+            early = signal.early_layer(self.config.vision_config.num_hidden_layers)
+            second = None if early is None else layers[early].self_attn.attn
+            self.reader = AttentionReader(layers[-1].self_attn.attn, has_cls, signal, second)
 
     def view_features(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Pre- and post-projector features of some views, (views, n, d_v) and (views, n, d)."""
@@ -60,7 +62,11 @@ class LlavaTower(PrunedModel):
         if self.reader is None or states is None:
             return images
         reading = self.reader.take([states.shape[1]] * len(states))
-        return with_views(images, reading, states, self.multi_modal_projector)
+        found = with_views(images, reading, states, self.multi_modal_projector)
+        if reading.early is None:
+            return found
+        early = with_views(images, reading.early, states, self.multi_modal_projector)
+        return [image.with_early(other) for image, other in zip(found, early, strict=True)]
 
 
 @MULTIMODAL_REGISTRY.register_processor(

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from vllm.model_executor.models.utils import WeightsMapper
 
+from stacktok.core.attention import TowerSignal
 from stacktok.core.tokens import EncodedImage, ImageLayout
 from stacktok.models.base import Features, TowerReading, image_inputs
 from stacktok.models.registry import adapter_for
@@ -129,14 +130,17 @@ class AttentionReader:
     has_cls
         Whether sequences begin with CLS.
     signal
-        "cls", "received", or None for CLS where there is one.
+        Rows that are read, and how.
+    early
+        The operator of the second layer that is read; None for none.
     """
 
-    def __init__(self, module: Any, has_cls: bool, signal: str | None) -> None:
-        if signal == "cls" and not has_cls:
+    def __init__(self, module: Any, has_cls: bool, signal: TowerSignal, early: Any = None) -> None:
+        if signal.rows == "cls" and not has_cls:
             raise ValueError("signal='cls' needs a CLS token, which this vision tower does not have; use 'received'")
-        self.has_cls, self.by_cls = has_cls, has_cls and signal != "received"
+        self.has_cls, self.by_cls, self.joined = has_cls, has_cls and signal.rows != "received", signal.joined
         self.heads, self.scaling = module.num_heads, module.scale
+        self._early = None if early is None else AttentionReader(early, has_cls, signal)
         self._seen: tuple[torch.Tensor, torch.Tensor] | None = None
         module.register_forward_pre_hook(self._note, with_kwargs=True)
 
@@ -150,7 +154,7 @@ class AttentionReader:
             raise ValueError("the vision tower has not run")
         query, key = (seen.reshape(sum(lengths), self.heads, -1) for seen in self._seen)
         self._seen = None
-        reading = TowerReading([], [], self.has_cls)
+        reading = TowerReading([], [], self.has_cls, None if self._early is None else self._early.take(lengths))
         for q, k in zip(torch.split(query, lengths), torch.split(key, lengths), strict=True):
-            reading.add(q.transpose(0, 1), k.transpose(0, 1), self.scaling, by_cls=self.by_cls)
+            reading.add(q.transpose(0, 1), k.transpose(0, 1), self.scaling, by_cls=self.by_cls, joined=self.joined)
         return reading

@@ -64,8 +64,11 @@ class PrunedQwen2_5_VL(PrunedModel, Qwen2_5_VLForConditionalGeneration):  # noqa
         self.visual.merger.ln_q.register_forward_pre_hook(self._note_patches)
         self.reader: AttentionReader | None = None
         if self.pruner.reads_tower:
-            block = self.visual.blocks[max(self.config.vision_config.fullatt_block_indexes)]
-            self.reader = AttentionReader(block.attn.attn, False, self.pruner.method.tower_signal)
+            signal, blocks = self.pruner.method.tower_signal, self.visual.blocks
+            early = signal.early_layer(len(blocks))
+            block = blocks[max(self.config.vision_config.fullatt_block_indexes)]
+            second = None if early is None else blocks[self.adapter.tower_layer(self.config, early)].attn.attn
+            self.reader = AttentionReader(block.attn.attn, False, signal, second)
 
     def _note_patches(self, module: Any, args: tuple[Any, ...]) -> None:
         self._patches = args[0]
@@ -92,7 +95,7 @@ class PrunedQwen2_5_VL(PrunedModel, Qwen2_5_VLForConditionalGeneration):  # noqa
         if self.reader is None or call is None:
             return images
         reading = self.reader.take(call.arguments["image_grid_thw"].prod(-1).tolist())
-        return self.adapter.add_attention(images, reading, call)
+        return self.adapter.attend(images, reading, call)
 
     def embed_multimodal(self, **kwargs: Any) -> Any:
         """The rows of every image, each followed by the digits of its place."""

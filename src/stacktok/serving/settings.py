@@ -14,6 +14,7 @@ from stacktok.core.budget import Budget, Coverage, budget_share
 from stacktok.core.limits import check_text, shown
 from stacktok.methods.base import FeatureMethod
 from stacktok.methods.registry import method_class
+from stacktok.methods.video_method import VideoMethod
 from stacktok.serving.question import QUERY_CHARACTERS
 
 KEY = "stacktok"
@@ -212,6 +213,11 @@ def _method(name: str, budget: Any, parameters: Mapping[str, Any]) -> FeatureMet
         )
     if kind.stage != "before":
         raise ValueError(f"method={name!r} changes the picture before it is processed; send a smaller picture instead")
+    if issubclass(kind, VideoMethod):
+        raise ValueError(
+            f"method={name!r} compares the frames of a video, and pictures alone are served pruned; use one such as "
+            "'stacktok'"
+        )
     check_budget(budget)
     known = {field.name for field in fields(kind)} - {"budget"}
     unknown = set(parameters) - known
@@ -227,6 +233,11 @@ def _method(name: str, budget: Any, parameters: Mapping[str, Any]) -> FeatureMet
         raise ValueError(
             f"before={type(method.before).__name__} cannot be served: how many tokens an image keeps must follow from "
             "its size, before its pixels are looked at; leave before out"
+        )
+    if getattr(method, "adaptive", False):
+        raise ValueError(
+            "adaptive=True cannot be served: vLLM reserves an image's tokens before the features tell how many stay; "
+            "leave adaptive out"
         )
     for flag in ("share_budget", "keep_newlines"):
         if getattr(method, flag):

@@ -291,7 +291,7 @@ class Engine:
             if reading is None:
                 raise Refused(422, f"The vision tower of {self.name} showed no attention; choose another method.")
             call = self._call(output, picture.arguments)
-            (picture.attended[signal],) = self.adapter.add_attention([picture.encoded], reading, call)
+            (picture.attended[signal],) = self.adapter.attend([picture.encoded], reading, call)
         return picture.attended[signal]
 
     def _call(self, output: Any, arguments: Mapping[str, Any]) -> EncoderCall:

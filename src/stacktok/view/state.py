@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from PIL import Image
 
+from stacktok.core.attention import TowerSignal
 from stacktok.core.crops import PreparedCrops
 from stacktok.core.record import CropSelection, Selection
 from stacktok.core.selection import PreparedImage
@@ -49,7 +50,7 @@ class Picture:
     prepared: PreparedImage | PreparedCrops
     crops: list[bytes]
     seconds: dict[str, float]
-    attended: dict[str | None, EncodedImage] = field(default_factory=dict)
+    attended: dict[TowerSignal, EncodedImage] = field(default_factory=dict)
     prepared_for: dict[str, Prepared] = field(default_factory=dict)
 
     @property
