@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,6 +28,7 @@ from stacktok.core.budget import parse_budget
 
 if TYPE_CHECKING:
     from stacktok.bench import Report
+    from stacktok.bench.all_methods import SelectionTimes
 
 TABLES = {
     "Seconds (medians; decode: per token)": (
@@ -63,9 +66,15 @@ SHORT = {
 
 def bench(
     model: Annotated[
-        str, typer.Argument(help="Folder, hub name, embedded/llava, or a shape such as llava-1.5-1b (see `models`).")
-    ],
-    methods: Annotated[str, typer.Option(help="Names separated by commas (see `methods`), or all.")] = "stacktok",
+        str | None,
+        typer.Argument(
+            help="Folder, hub name, embedded/llava, or a shape such as llava-1.5-1b (see `models`); without one, "
+            "selection alone is timed, on made-up features."
+        ),
+    ] = None,
+    methods: Annotated[
+        str | None, typer.Option(help="Names separated by commas (see `methods`), or all; stacktok if not given.")
+    ] = None,
     budget: Annotated[list[str] | None, typer.Option(help="Repeat for several; the paper's if not given.")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help=SET_HELP)] = None,
     image: Annotated[Path | None, typer.Option(help="Picture file, for a real model.")] = None,
@@ -78,10 +87,19 @@ def bench(
     submit: Annotated[
         Path | None, typer.Option(help="File for all figures and those of selection alone, to paste into an issue.")
     ] = None,
+    into: Annotated[
+        Path | None, typer.Option(help="Without a model: page with the marks <!-- stacktok bench --><!-- end -->.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure vision, selection, prefill, decoding, cache and memory."""
+    """Measure vision, selection, prefill, decoding, cache and memory; without a model, selection alone."""
     with user_errors():
+        if model is None and methods is None:
+            raise ValueError("there is no model to measure; give one, or --methods all for the time of selection alone")
+        methods = methods or "stacktok"
+        if model is None:
+            _selection(methods, parse_settings(settings), repeats, into, as_json)
+            return
         budgets = [parse_budget(text) for text in budget or []]
         own, folder = parse_settings(settings), embedded.resolve(model)
         check_dtype(dtype)
@@ -143,6 +161,52 @@ def _submit(file: Path, report: Report, device: str) -> None:
     sizes = SIZES if torch.device(device).type == "cuda" else tuple(s for s in SIZES if s.n == 576 and s.batch == 1)
     lines = table(torch.device(device), sizes, repeats=5)
     file.write_text(report.markdown() + "\nSelection alone, from affinities:\n\n" + "\n".join(lines) + "\n")
+
+
+def _selection(methods: str, own: dict[str, Any], repeats: int, into: Path | None, as_json: bool) -> None:
+    """Time the selection of methods in one table."""
+    from stacktok.bench.all_methods import SIZES, selection_times
+    from stacktok.cli.selection import check_marks, markdown, write_into
+    from stacktok.methods.settings import KEPT, build_methods
+
+    names = None if methods.strip().lower() == "all" else [name.strip() for name in methods.split(",")]
+    chosen = build_methods(names, own, KEPT)
+    if into is not None:
+        check_marks(into)
+    with stderr().status("measuring") as status:
+        times = selection_times(chosen, repeats=repeats, progress=None if as_json else lambda text: status.update(text))
+    if as_json:
+        shown = {
+            name: {"refused": own.refused}
+            if own.refused
+            else {str(list(size)): {"first": own.first[size], "further": own.further[size]} for size in SIZES}
+            for name, own in times.items()
+        }
+        print(json.dumps(shown))
+    else:
+        _print_selection(times, SIZES)
+    if into is not None:
+        write_into(into, markdown(chosen, times, SIZES))
+
+
+def _print_selection(times: Mapping[str, SelectionTimes], sizes: Sequence[tuple[int, int]]) -> None:
+    from rich.table import Table
+
+    console = stdout()
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("method", no_wrap=True)
+    for size in sizes:
+        for column in (f"{size}", "further"):
+            table.add_column(column, justify="right", no_wrap=True)
+    for name, own in times.items():
+        if not own.refused:
+            cells = [f"{value[size]:.1f}" for size in sizes for value in (own.first, own.further)]
+            table.add_row(name, *cells)
+    console.print("Selection in milliseconds (medians) at (tokens, budget): first question, further question")
+    console.print(table)
+    for name, own in times.items():
+        if own.refused:
+            console.print(f"{name}: {own.refused}", markup=False, highlight=False)
 
 
 def _print(report: Report) -> None:

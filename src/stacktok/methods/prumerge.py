@@ -33,7 +33,7 @@ class PruMergePlus(TowerMethod, MergeMethod):
 
     info = MethodInfo(
         name="PruMerge+",
-        paper="LLaVA-PruMerge, ICCV 2025",
+        paper="PruMerge, ICCV 2025",
         deviations=(
             "a budget that is met, which the original has not: one token for all that go, a quarter of the rest by "
             "attention, three quarters evenly spaced (adaptive=True is the original)",
