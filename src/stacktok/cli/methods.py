@@ -29,7 +29,8 @@ def methods(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("--method", "name", "stage", "attention of", "question", "paper", box=None, padding=(0, 2, 0, 0))
+    table = Table("--method", "name", "stage", "attention of", "question", box=None, padding=(0, 2, 0, 0))
+    table.add_column("paper", overflow="fold")
     table.columns[1].no_wrap = True
     for name, info in found.items():
         asked = "yes" if info["query_aware"] else "no"
