@@ -62,6 +62,8 @@ class PreparedCrops:
 
     def select(self, query: Array | None, budget: Budget, **settings: Unpack[Settings]) -> CropSelection:
         """Select tokens over all crops for a question; see `PreparedImage.select`."""
+        for crop in self.crops:
+            crop.check()
         parameters = question_parameters(self.parameters, dict(settings))
         question, embeddings = self.crops[0].question(query), [crop.embeddings for crop in self.crops]
         queries = query_affinities(question, embeddings, parameters)

@@ -64,14 +64,20 @@ def strictness(query_affinity: Matrix | torch.Tensor, parameters: Parameters) ->
         return float(parameters.beta_min)
     if isinstance(query_affinity, torch.Tensor):
         if query_affinity.device.type != "cpu":
-            b = query_affinity.double()
-            spread = -(b * b.clamp_min(parameters.entropy_floor).log()).sum() / (m * math.log(n))
-            return spread.clamp(parameters.beta_min, parameters.beta_max)
+            return _tensor_strictness(query_affinity, parameters)
         query_affinity = query_affinity.numpy()
     a = query_affinity.astype(np.float64)
     entropies = -(a * np.log(np.maximum(a, parameters.entropy_floor))).sum(axis=1)
     mean = math.fsum(entropies.tolist()) / (m * math.log(n))
     return float(min(max(mean, parameters.beta_min), parameters.beta_max))
+
+
+def _tensor_strictness(query_affinity: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+    """Eq. (beta) where the affinities lie; logarithm and sum may round otherwise than on the host."""
+    m, n = query_affinity.shape
+    a = query_affinity.double()
+    mean = -(a * a.clamp_min(parameters.entropy_floor).log()).sum() / (m * math.log(n))
+    return mean.clamp(parameters.beta_min, parameters.beta_max)
 
 
 def target_sums(reference: Any, beta: float | torch.Tensor) -> Any:

@@ -62,6 +62,8 @@ class PreparedImage:
             backend,
         )
         self.embeddings = Embeddings.of(z, parameters.norm_epsilon, f"{where}projected", host=host)
+        # Norms that were not looked at when they were made, since that would have been to wait for a device.
+        self._unchecked = {} if host else {f"{where}vision": norms, f"{where}projected": self.embeddings.lengths}
 
     @property
     def n(self) -> int:
@@ -89,6 +91,13 @@ class PreparedImage:
         check_same_device(projected=self.embeddings.rows, query=q)
         return q
 
+    def check(self) -> None:
+        """Refuse features without finite norms, where that has not been done; waits for a device."""
+        for name, norms in self._unchecked.items():
+            if not bool(torch.isfinite(norms).all()):
+                raise ValueError(f"{name} holds NaN or infinity, or a norm that overflows; give finite features")
+        self._unchecked = {}
+
     def query_affinity(self, query: Array | None, parameters: Parameters | None = None) -> QueryAffinity:
         """A^qv of a question, (m, n).
 
@@ -113,6 +122,7 @@ class PreparedImage:
         **settings
             Parameters that differ from those of `prepare`; ``tau_vision``, ``norm_epsilon`` and ``backend`` cannot.
         """
+        self.check()
         parameters = question_parameters(self.parameters, dict(settings))
         return _select(self.reference, self.query_affinity(query, parameters), parameters, budget)
 

@@ -312,6 +312,12 @@ class EncodedImage:
         """Offset of every (crop, token) pair, (k,); see `ImageLayout.offsets_of`."""
         return self.layout.offsets_of(anchors)
 
+    def kept_offsets(self, reduction: Reduction, device: torch.device) -> torch.Tensor:
+        """Offset of every output token, (k,), on ``device``; a reduction that was made there is not read back."""
+        if isinstance(reduction, DeviceReduction):
+            return reduction.offsets.to(device)
+        return torch.from_numpy(self.offsets_of(reduction.anchors)).to(device)
+
     def gather(self, embeddings: torch.Tensor, reduction: Reduction) -> torch.Tensor:
         """The embeddings of the output tokens, (k, d), in order.
 
@@ -326,7 +332,7 @@ class EncodedImage:
             raise ValueError(
                 f"embeddings has {len(embeddings)} rows for an image that fills {self.length}; give the unpruned ones"
             )
-        kept = embeddings[torch.from_numpy(self.offsets_of(reduction.anchors)).to(embeddings.device)]
+        kept = embeddings[self.kept_offsets(reduction, embeddings.device)]
         for output, embedding in reduction.embeddings.items():
             kept[output] = embedding.to(kept)
         return kept
@@ -376,6 +382,74 @@ class Reduction:
     def timed(self, seconds: float) -> Reduction:
         """The same reduction with the time that it took."""
         return replace(self, seconds=seconds)
+
+    def read(self) -> Reduction:
+        """The same reduction in host memory."""
+        return self
+
+
+class DeviceReduction(Reduction):
+    """A reduction that keeps tokens as they are and was decided on a device, which nobody has waited for.
+
+    Its length is known and its offsets are there to gather with. Looking at anchors or record reads the device.
+
+    Parameters
+    ----------
+    layout
+        Of the image.
+    offsets
+        Offset of every output token, ascending, (k,), on the device.
+    record
+        Makes the method's record.
+    seconds
+        As in `Reduction`: the time until the work was queued.
+    """
+
+    def __init__(
+        self, layout: ImageLayout, offsets: torch.Tensor, record: Callable[[], Any], seconds: float = 0.0
+    ) -> None:
+        for name, value in (("layout", layout), ("offsets", offsets), ("make_record", record), ("seconds", seconds)):
+            object.__setattr__(self, name, value)
+        for name in ("embeddings", "merged"):
+            object.__setattr__(self, name, {})
+
+    layout: ImageLayout
+    offsets: torch.Tensor
+    make_record: Callable[[], Any]
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    @cached_property
+    def anchors(self) -> Ints:
+        """As in `Reduction`."""
+        pairs = np.full((self.layout.length, 2), SEPARATOR, dtype=np.int64)
+        for c, crop in enumerate(self.layout.crops):
+            fed = np.flatnonzero(crop.offsets >= 0)
+            pairs[crop.offsets[fed]] = np.stack([np.full(len(fed), c), fed], axis=1)
+        found: Ints = pairs[self.offsets.cpu().numpy()]
+        return found
+
+    @cached_property
+    def record(self) -> Any:
+        """As in `Reduction`."""
+        return self.make_record()
+
+    @property
+    def tokens(self) -> int:
+        """As in `Reduction`: no separator is among them."""
+        return len(self)
+
+    def timed(self, seconds: float) -> Reduction:
+        """The same reduction with the time that it took."""
+        return DeviceReduction(self.layout, self.offsets, self.make_record, seconds)
+
+    def read(self) -> Reduction:
+        """The same reduction in host memory."""
+        return Reduction(self.anchors, record=self.record, seconds=self.seconds)
+
+    def __repr__(self) -> str:
+        return f"DeviceReduction({len(self)} tokens on {self.offsets.device})"
 
 
 def single_crop(

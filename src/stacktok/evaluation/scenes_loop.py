@@ -283,7 +283,7 @@ def reductions(
     found: dict[Budget | None, Reduction | None] = {}
     for budget in (own for own in budgets if Coverage.of(own) is not None):
         (kept,) = method.reduce_prompt([prepared], query, budget)
-        found[budget] = replace(kept, record=_detached(kept.record))
+        found[budget] = replace(kept.read(), record=_detached(kept.record))
     sizes = {budget: resolve_budget(budget, image.n, image.capacity) for budget in budgets if budget not in found}
     largest: Reduction | None = None
     for budget, k in sorted(sizes.items(), key=lambda pair: -pair[1]):
@@ -294,7 +294,7 @@ def reductions(
         else:
             (kept,) = method.reduce_prompt([prepared], query, budget)
             largest = largest or kept
-        found[budget] = replace(kept, record=_detached(kept.record))
+        found[budget] = replace(kept.read(), record=_detached(kept.record))
     return found
 
 

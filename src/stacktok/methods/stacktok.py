@@ -8,13 +8,14 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import torch
 
-from stacktok.core.budget import Budget
+from stacktok.core.affinity import query_affinities
+from stacktok.core.budget import Budget, Coverage, resolve_budget
 from stacktok.core.crops import PreparedCrops
 from stacktok.core.inputs import Array, Eligible
 from stacktok.core.parameters import Allocation, Criterion, Depth, Fill, Parameters, Target
 from stacktok.core.record import CropSelection, Selection
 from stacktok.core.selection import PreparedImage
-from stacktok.core.tokens import EncodedImage, Reduction
+from stacktok.core.tokens import DeviceReduction, EncodedImage, Reduction
 from stacktok.methods.base import FeatureMethod, Prepared
 from stacktok.methods.info import MethodInfo
 
@@ -134,7 +135,33 @@ class PreparedSelector(Prepared):
         return sum(unit.nbytes for unit in self.units)
 
     def reduce(self, query: torch.Tensor | None, budget: Budget) -> Reduction:
-        """Algorithm 1 on a single crop, Algorithm 2 on several."""
+        """Algorithm 1 on a single crop, Algorithm 2 on several; on a GPU nothing waits for the decision."""
+        if Coverage.of(budget) is None and not self.keep_newlines and not self.per_crop and self._on_device:
+            return self._reduce_on_device(query, budget)
+        return self._reduce(query, budget)
+
+    @property
+    def _on_device(self) -> bool:
+        if any(unit.reference.backend != "triton" for unit in self.units):
+            return False
+        # Triton loads with the first selection, not with the package.
+        from stacktok.core.device import keeps
+
+        return keeps([unit.reference for unit in self.units], self.units[0].parameters)
+
+    def _reduce_on_device(self, query: torch.Tensor | None, budget: Budget) -> Reduction:
+        from stacktok.core.device import keep, kept_offsets
+
+        first, image = self.units[0], self.image
+        queries = query_affinities(first.question(query), [unit.embeddings for unit in self.units], first.parameters)
+        total = resolve_budget(budget, image.n, image.capacity)
+        references = [unit.reference for unit in self.units]
+        masks = keep(list(zip(references, queries, strict=True)), first.parameters, total)
+        offsets = kept_offsets(image.layout, masks, total)
+        return DeviceReduction(image.layout, offsets, lambda: self._reduce(query, budget).record)
+
+    def _reduce(self, query: torch.Tensor | None, budget: Budget) -> Reduction:
+        """The reduction with its record."""
         record: Selection | CropSelection | tuple[Selection, ...]
         if self.per_crop or len(self.units) == 1:
             records = tuple(unit.select(query, budget) for unit in self.units)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from stacktok.core.tokens import EncodedImage, Ints, single_crop
+from stacktok.core.tokens import EncodedImage, single_crop
 from stacktok.methods.base import Prepared
 from stacktok.serving.cache import FeatureCache
 from stacktok.serving.counters import Counters
@@ -36,7 +36,7 @@ class Kept(NamedTuple):
     """
 
     rows: torch.Tensor
-    offsets: Ints
+    offsets: torch.Tensor
 
 
 @dataclass
@@ -207,7 +207,7 @@ class Pruner:
                     f"{type(self.method).__name__} kept {len(reduction)} tokens where {one.keep} were reserved; "
                     "a served method must keep exactly its budget"
                 )
-            rows, offsets = image.gather(rows, reduction), image.offsets_of(reduction.anchors)
+            rows, offsets = image.gather(rows, reduction), image.kept_offsets(reduction, rows.device)
             seconds = time.perf_counter() - begin
             record.selection_ms += 1e3 * seconds
             self.counters.selection_seconds += seconds
@@ -221,7 +221,7 @@ class Pruner:
 
 
 def _whole(image: EncodedImage, newline: torch.Tensor | None) -> Kept:
-    return Kept(image_rows(image, newline), np.arange(image.length, dtype=np.int64))
+    return Kept(image_rows(image, newline), torch.arange(image.length))
 
 
 def image_rows(image: EncodedImage, newline: torch.Tensor | None) -> torch.Tensor:
@@ -231,8 +231,10 @@ def image_rows(image: EncodedImage, newline: torch.Tensor | None) -> torch.Tenso
         return first
     rows = first.new_empty((image.length, first.shape[-1]))
     for crop in image.crops:
-        offsets = torch.from_numpy(crop.layout.offsets).to(rows.device)
-        rows[offsets[offsets >= 0]] = crop.projected[offsets >= 0]
+        # Found on the host: a mask on the device would have to be waited for.
+        fed = np.flatnonzero(crop.layout.offsets >= 0)
+        places, tokens = (torch.from_numpy(own).to(rows.device) for own in (crop.layout.offsets[fed], fed))
+        rows[places] = crop.projected[tokens]
     if len(image.layout.separators):
         if newline is None:
             raise ValueError("the image's layout has separators, but no embedding was given for them")

@@ -169,7 +169,7 @@ def prompt_positions(length: int, spans: Sequence[tuple[int, int, int]]) -> tupl
 
 def digits(kept: Any, width: int) -> torch.Tensor:
     """Row and column, two digits each, (k, 4), of tokens at some places of a grid of ``width`` columns."""
-    place = torch.from_numpy(kept)
+    place = torch.as_tensor(kept)
     rows, columns = place // width, place % width
     return torch.stack([rows // _BASE, rows % _BASE, columns // _BASE, columns % _BASE], dim=-1)
 
