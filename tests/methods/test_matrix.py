@@ -22,6 +22,7 @@ from stacktok.methods import (
     HiPrune,
     HoloV,
     MMTok,
+    PixelPrune,
     PruMergePlus,
     PyramidDrop,
     RandomTokens,
@@ -72,6 +73,7 @@ METHODS: dict[str, Any] = {
     "SparseVLM+": SparseVLM(budget=8, variant="+"),
     "DART": DART(budget=8),
     "DART, kept": DART(budget=8, counting="kept", pivot_order="ascending"),
+    "StackTok after PixelPrune": StackTok(budget=8, before=PixelPrune()),
     "PyramidDrop": PyramidDrop(budget="60%"),
     "PyramidDrop, kept": PyramidDrop(budget=8, counting="kept"),
 }
@@ -83,6 +85,11 @@ INSIDE = [name for name, method in METHODS.items() if method.stage == "inside" a
 
 # Combinations that cannot be, each with the error that says so.
 IMPOSSIBLE = {
+    **{
+        ("StackTok after PixelPrune", family): "encodes pictures whole: no cell can be left out before its vision tower"
+        for family in FAMILIES
+        if not family.startswith("qwen")
+    },
     **{
         (name, family): f"{name} compares the frames of a video, and this is one image"
         for name in ("EVS", "VidCom2")
