@@ -91,7 +91,7 @@ test-lowest: setup-lowest
 # The documentation site, readable from disk without a network: diagrams and equations are drawn by packages from npm.
 $(DOCS_STAMP): pyproject.toml
 	$(PYTHON) -m venv $(DOCS_VENV)
-	$(DOCS_BIN)/python -m pip install --quiet 'mkdocs-material>=9.5,<10' 'mkdocstrings[python]>=0.27'
+	$(DOCS_BIN)/python -m pip install --quiet 'mkdocs-material>=9.5,<10' 'mkdocstrings[python]>=0.27' 'mkdocs-jupyter>=0.25'
 	npm install --silent --no-save --no-package-lock --prefix $(DOCS_VENV) mermaid@11 katex@0.16
 	touch $(DOCS_STAMP)
 
