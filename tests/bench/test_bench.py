@@ -132,7 +132,7 @@ def test_predictions_grow_with_the_work_and_leave_room_for_measurements() -> Non
         ("glm-ocr-0.9b", 0.8, 1296),
     ],
 )
-def test_presets_have_the_published_sizes(name: str, billions: float, tokens: int) -> None:
+def test_presets_keep_their_sizes(name: str, billions: float, tokens: int) -> None:
     import transformers
 
     config, _ = preset_config(name)
