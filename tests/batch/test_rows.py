@@ -61,6 +61,16 @@ def test_a_folder_of_pictures(tmp_path: Path) -> None:
     assert [row[1] for row in content(Input(tmp_path / "*.png", Columns(same="What?")))] == ["b.png"]
 
 
+def test_parquet_reads_few_rows_at_a_time_and_no_other_columns(tmp_path: Path) -> None:
+    rows = [{**row, "image": png(0) + bytes(3 << 20), "other": "x"} for row in records(9)]
+    data = write(tmp_path, "parquet-struct", [{**row, "name": row["name"]} for row in rows])
+    source = Input(data, COLUMNS)
+    (reader,) = source.readers
+    values, _ = next(reader.read(4))
+    assert set(values) == {"name", "image", "question"}
+    assert [row.id for row, _ in source.read((0, 4), 4)] == ["n4", "n5", "n6", "n7", "n8"]
+
+
 def test_row_numbers_where_there_is_no_id(tmp_path: Path) -> None:
     source = Input(write(tmp_path, "parquet", records(9)), Columns(question="question"))
     assert source.numbered

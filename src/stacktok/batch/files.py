@@ -10,7 +10,7 @@ import json
 import os
 import tarfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -28,7 +28,8 @@ KEY = "__key__"
 LONGEST = int(DEFAULT_LIMITS.megabytes * 1.4e6)
 """Longest line or field in bytes: the largest picture as base64, and what stands around it."""
 
-_PARQUET_ROWS = 32
+_BATCH_ROWS, _BATCH_BYTES = 1024, 8 << 20
+"""Of a record batch of parquet, at most; a row may be larger."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,14 @@ class Reader(ABC):
     ----------
     path
         The file.
+
+    Attributes
+    ----------
+    columns
+        Columns that are read, where a format can leave others out; None for all.
     """
+
+    columns: Collection[str] | None = None
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -147,7 +155,13 @@ class Parquet(Counted):
                     groups.append(group)
                 else:
                     first += rows
-            for batch in file.iter_batches(batch_size=_PARQUET_ROWS, row_groups=groups, use_threads=False):
+            size = sum(file.metadata.row_group(group).total_byte_size for group in groups)
+            rows = max(1, sum(file.metadata.row_group(group).num_rows for group in groups))
+            options = {
+                "batch_size": max(1, min(_BATCH_ROWS, _BATCH_BYTES * rows // max(1, size))),
+                "columns": None if self.columns is None else [n for n in file.schema_arrow.names if n in self.columns],
+            }
+            for batch in file.iter_batches(row_groups=groups, use_threads=False, **options):
                 skip = min(max(0, offset - first), batch.num_rows)
                 rest = batch.slice(skip)
                 for number, values in enumerate(rest.to_pylist(), first + skip + 1):

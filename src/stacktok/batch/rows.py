@@ -191,6 +191,8 @@ class Input:
                 raise ValueError(
                     f"{option} {name!r} is not among the columns {', '.join(self._names)}; give one of them"
                 )
+        for reader in self.readers:
+            reader.columns = {self.columns.image, self.columns.id, *filter(None, [self.columns.question])}
 
 
 def picture_of(value: object, base: Path) -> bytes | str:
