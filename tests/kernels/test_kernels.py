@@ -241,6 +241,11 @@ def test_features_select_as_on_the_host():
     x[12:16], z[12:16] = x[2:6], z[2:6]
     found, expected = (stacktok.select(x, z, q, 8, backend=backend) for backend in ("triton", "cpu"))
     assert found == expected
+    # What a prepared image shows are arrays, whatever holds them.
+    images = [stacktok.prepare(x, z, backend=backend) for backend in ("triton", "cpu")]
+    assert all(isinstance(image.vision_affinity, np.ndarray) for image in images)
+    assert np.array_equal(images[0].vision_affinity, images[1].vision_affinity)
+    assert np.array_equal(images[0].query_affinity(q), images[1].query_affinity(q))
 
 
 @pytest.mark.parametrize("module", [cdpruner, divprune])

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from stacktok.core.affinity import query_affinities
 from stacktok.core.greedy import CoverageReference, GreedyRun, choose_backend
 from stacktok.core.parameters import Parameters
 from stacktok.core.selection import PreparedImage
@@ -150,7 +151,8 @@ def measure(size: Size, device: torch.device, repeats: int = 5) -> Cell:
         rows = centres[torch.randint(16, (size.n,), generator=generator)]
         features = (rows + 0.7 * torch.randn(size.n, 64, generator=generator)).to(device)
         prepared = PreparedImage(features, features, None, parameters)
-        units.append((prepared.vision_affinity, prepared.query_affinity(features[:QUERY_ROWS])))
+        (query,) = query_affinities(features[:QUERY_ROWS], [prepared.embeddings], parameters)
+        units.append((prepared.reference.vision_affinity, query))
     eligible = np.ones(size.n, dtype=np.bool_)
 
     def select() -> object:

@@ -412,6 +412,11 @@ def _rounded(affinity: torch.Tensor, bits: int) -> torch.Tensor:
     return affinity.mul(2.0**bits).round_().mul_(2.0**-bits)
 
 
+def on_host(affinity: Affinity) -> Matrix:
+    """An affinity as an array, whatever the backend holds."""
+    return _on_host(affinity) if isinstance(affinity, torch.Tensor) else affinity
+
+
 def _on_host(affinity: torch.Tensor) -> Matrix:
     """A matrix in host memory; from a GPU by way of pinned memory, which is the fastest."""
     if affinity.is_cuda:

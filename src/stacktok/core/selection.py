@@ -16,6 +16,7 @@ from stacktok.core.affinity import (
     check_query,
     given_affinity,
     norms_of,
+    on_host,
     query_affinities,
     row_norms,
     vision_affinity,
@@ -82,8 +83,8 @@ class PreparedImage:
 
     @property
     def vision_affinity(self) -> Affinity:
-        """A^vv, (n, n)."""
-        return self.reference.vision_affinity
+        """A^vv, (n, n), in host memory."""
+        return on_host(self.reference.vision_affinity)
 
     def question(self, query: Array | None) -> torch.Tensor:
         """The rows of a query, (m, d), or None for m = 0, checked against this image."""
@@ -99,7 +100,7 @@ class PreparedImage:
         self._unchecked = {}
 
     def query_affinity(self, query: Array | None, parameters: Parameters | None = None) -> QueryAffinity:
-        """A^qv of a question, (m, n).
+        """A^qv of a question, (m, n), in host memory.
 
         Parameters
         ----------
@@ -108,7 +109,10 @@ class PreparedImage:
         parameters
             Whose temperature to use; the image's own by default.
         """
-        return query_affinities(self.question(query), [self.embeddings], parameters or self.parameters)[0]
+        return on_host(self._query_affinity(query, parameters or self.parameters))
+
+    def _query_affinity(self, query: Array | None, parameters: Parameters) -> QueryAffinity:
+        return query_affinities(self.question(query), [self.embeddings], parameters)[0]
 
     def select(self, query: Array | None, budget: Budget, **settings: Unpack[Settings]) -> Selection:
         """Select tokens for a question.
@@ -124,7 +128,7 @@ class PreparedImage:
         """
         self.check()
         parameters = question_parameters(self.parameters, dict(settings))
-        return _select(self.reference, self.query_affinity(query, parameters), parameters, budget)
+        return _select(self.reference, self._query_affinity(query, parameters), parameters, budget)
 
 
 def prepare(vision: Array, projected: Array, eligible: Eligible = None, **settings: Unpack[Settings]) -> PreparedImage:
