@@ -341,7 +341,12 @@ def qwen2(hidden: int = 32, layers: int = 3) -> Tiny:
     tower = _patch_tower(hidden, 14, embed_dim=hidden, mlp_ratio=2)
     config = transformers.Qwen2VLConfig(
         text_config=_patch_text(
-            tokenizer, hidden, layers, [2, 3, 3], bos_token_id=None, eos_token_id=tokenizer.eos_token_id
+            tokenizer,
+            hidden,
+            layers,
+            [hidden // 16, 3 * hidden // 32, 3 * hidden // 32],
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
         ),
         vision_config={k: v for k, v in tower.items() if k not in ("intermediate_size", "out_hidden_size")},
         **_qwen_ids(tokenizer),
@@ -358,9 +363,9 @@ def qwen3(hidden: int = 32, layers: int = 3, experts: bool = False) -> Tiny:
     tokenizer = qwen_tokenizer()
     worker = transformers.Qwen2VLImageProcessorPil
     processor = _patch_processor(transformers.Qwen3VLProcessor, worker, tokenizer, QWEN3, 16, 32)
-    own = {"rope": {"mrope_interleaved": True}, "head_dim": 16, **(_EXPERTS if experts else {})}
+    own = {"rope": {"mrope_interleaved": True}, "head_dim": hidden // 2, **(_EXPERTS if experts else {})}
     settings = {
-        "text_config": _patch_text(tokenizer, hidden, layers, [4, 2, 2], **own),
+        "text_config": _patch_text(tokenizer, hidden, layers, [hidden // 8, hidden // 16, hidden // 16], **own),
         "vision_config": _patch_tower(hidden, 16, num_position_embeddings=16, deepstack_visual_indexes=[0, 1]),
         **_qwen_ids(tokenizer),
     }
@@ -422,7 +427,7 @@ def glm(kind: str = "glm4v", hidden: int = 32, layers: int = 3) -> Tiny:
     if kind == "glm4v_moe":
         own |= {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
     settings = {
-        "text_config": _patch_text(tokenizer, hidden, layers, [2, 1, 1], **own),
+        "text_config": _patch_text(tokenizer, hidden, layers, [hidden // 16, hidden // 32, hidden // 32], **own),
         "vision_config": _patch_tower(hidden, 14, image_size=56),
         **{f"{name}_token_id": ids(f"<|{name}|>") for name in ("image", "video")},
         **{

@@ -343,8 +343,8 @@ def gemma4(hidden: int = 32, layers: int = 3, window: int = 512, *, large: bool 
     return _finish("gemma4", transformers.Gemma4ForConditionalGeneration(config), processor)
 
 
-def llava_onevision(hidden: int = 32, layers: int = 3) -> Tiny:
-    """LLaVA-OneVision: views of 5 x 5 tokens, a canvas of more than four tiles resized, SigLIP, Qwen2."""
+def llava_onevision(hidden: int = 32, layers: int = 3, tiles: int = 4) -> Tiny:
+    """LLaVA-OneVision: views of 5 x 5 tokens, a canvas of more than ``tiles`` tiles resized, SigLIP, Qwen2."""
     torch.manual_seed(0)
     tokenizer = onevision_tokenizer()
     size = 70
@@ -358,7 +358,7 @@ def llava_onevision(hidden: int = 32, layers: int = 3) -> Tiny:
         num_image_tokens=25,
         vision_feature_select_strategy="full",
         chat_template=ONEVISION,
-        vision_aspect_ratio="anyres_max_4",
+        vision_aspect_ratio=f"anyres_max_{tiles}",
     )
     config = transformers.LlavaOnevisionConfig(
         vision_config=_siglip(size, 14, hidden),
@@ -366,7 +366,7 @@ def llava_onevision(hidden: int = 32, layers: int = 3) -> Tiny:
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
         video_token_index=tokenizer.convert_tokens_to_ids("<video>"),
         image_grid_pinpoints=pinpoints,
-        vision_aspect_ratio="anyres_max_4",
+        vision_aspect_ratio=f"anyres_max_{tiles}",
         tie_word_embeddings=False,
     )
     return _finish("llava_onevision", transformers.LlavaOnevisionForConditionalGeneration(config), processor)

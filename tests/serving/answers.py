@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from transformers.video_utils import VideoMetadata
 
 from stacktok.methods import method_class
 from stacktok.runtime.run import PROMPT
@@ -23,11 +25,20 @@ class Request:
 
     question: str
     images: tuple[Any, ...] = ()
+    videos: tuple[Any, ...] = ()
     budget: Any = "server"
     query: Any = PROMPT
 
     def prompt(self, tiny: Tiny) -> str:
-        return tiny.prompt(self.question, len(self.images))
+        if not self.videos:
+            return tiny.prompt(self.question, len(self.images))
+        content = [{"type": "image"}] * len(self.images) + [{"type": "video"}] * len(self.videos)
+        text: str = tiny.processor.apply_chat_template(
+            [{"role": "user", "content": [*content, {"type": "text", "text": self.question}]}],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        return text
 
     def offline(self, tiny: Tiny) -> dict[str, Any]:
         """The prompt for `LLM.generate`."""
@@ -37,11 +48,20 @@ class Request:
         if self.query is not PROMPT:
             own["query"] = self.query
         found: dict[str, Any] = {"prompt": self.prompt(tiny)}
-        if self.images:
-            found["multi_modal_data"] = {"image": list(self.images)}
+        videos = [(video, {**metadata(video), "do_sample_frames": False}) for video in self.videos]
+        media = {"image": list(self.images), "video": videos}
+        if self.images or self.videos:
+            found["multi_modal_data"] = {name: own for name, own in media.items() if own}
         if own:
             found["mm_processor_kwargs"] = {"stacktok": own}
         return found
+
+
+def metadata(video: Any) -> dict[str, Any]:
+    """Of frames taken twice a second, none left out."""
+    count = len(video)
+    indices = list(range(count))
+    return {"fps": 2.0, "duration": count / 2, "total_num_frames": count, "frames_indices": indices}
 
 
 @dataclass(frozen=True)
@@ -61,8 +81,12 @@ class Answer:
 def expected(tiny: Tiny, request: Request, budget: Any, method: str = "stacktok", tokens: int = TOKENS) -> Answer:
     """The answer of this package's transformers path; ``budget`` is the server's."""
     own = budget if request.budget == "server" else request.budget
+    videos: dict[str, Any] = {}
+    if request.videos:
+        known = [VideoMetadata(**metadata(video)) for video in request.videos]
+        videos = {"videos": list(request.videos), "video_metadata": known, "do_sample_frames": False}
     inputs = tiny.processor(
-        images=list(request.images) or None, text=[request.prompt(tiny)], return_tensors="pt", padding=True
+        images=list(request.images) or None, text=[request.prompt(tiny)], return_tensors="pt", padding=True, **videos
     )
     with method_class(method)(budget=own)(tiny.model, tiny.processor) as pruned:
         pruned.query = request.query
@@ -100,3 +124,12 @@ def embedded_answer(tiny: Tiny, image: Any, question: str, budget: Any, tokens: 
         out = tiny.model.generate(**inputs, max_new_tokens=tokens, do_sample=False)
     text: str = tiny.processor.tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return text.strip()
+
+
+def video(seed: int, frames: int = 6) -> Any:
+    """Frames, (t, 96, 128, 3), in which a block moves over a still picture."""
+    still = np.asarray(picture(128, 96, seed))
+    found = np.repeat(still[None], frames, axis=0).copy()
+    for index in range(frames):
+        found[index, 20:60, 15 * index : 15 * index + 30] = np.asarray(picture(30, 40, seed + 1))
+    return found

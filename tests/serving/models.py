@@ -10,18 +10,41 @@ from typing import Any
 import transformers
 
 from stacktok.embedded import PREFIX, resolve
-from tests.tiny import Tiny, llava, llava_next, qwen
+from tests.tiny import Tiny, llava, llava_next, qwen, qwen2
+from tests.tiny_tiles import internvl, llava_onevision, mistral3, smolvlm
 
-FAMILIES = ("llava", "llava_next", "qwen2_5_vl")
-
-# vLLM's attention on CPUs wants heads of 32 and more.
-BUILDERS = {
+# A family is one line; vLLM's attention on CPUs wants heads of 32 and more.
+FAMILIES = {
     "llava": functools.partial(llava, hidden=128),
-    "llava_padded": functools.partial(llava, hidden=128, do_pad=True),
     "llava_next": functools.partial(llava_next, hidden=128),
-    "llava_next_mistral": functools.partial(llava_next, hidden=128, mistral=True),
+    "qwen2_vl": functools.partial(qwen2, hidden=64),
     "qwen2_5_vl": functools.partial(qwen, hidden=64),
+    "internvl": functools.partial(internvl, hidden=128),
+    "llava_onevision": functools.partial(llava_onevision, hidden=128, tiles=9),
+    "smolvlm": functools.partial(smolvlm, hidden=128),
+    "mistral3": functools.partial(mistral3, hidden=128),
 }
+
+VARIANTS = {
+    "llava_padded": functools.partial(llava, hidden=128, do_pad=True),
+    "llava_next_mistral": functools.partial(llava_next, hidden=128, mistral=True),
+}
+
+# The halves of processors that the tests of transformers do without.
+VIDEO = {
+    "qwen2_vl": lambda: transformers.Qwen2VLVideoProcessor(**_small(14)),
+    "qwen2_5_vl": lambda: transformers.Qwen2VLVideoProcessor(**_small(14)),
+    "internvl": lambda: transformers.InternVLVideoProcessor(size={"height": 56, "width": 56}),
+    "llava_onevision": lambda: transformers.LlavaOnevisionVideoProcessor(size={"height": 70, "width": 70}),
+    "smolvlm": lambda: transformers.SmolVLMVideoProcessor(size={"longest_edge": 48}),
+    "mistral3": None,
+}
+
+
+def _small(patch: int) -> dict[str, Any]:
+    """Videos of few tokens: 8 to 96 over all frames."""
+    token = (2 * patch) ** 2
+    return {"patch_size": patch, "size": {"shortest_edge": 8 * token, "longest_edge": 96 * token}}
 
 
 @functools.cache
@@ -30,16 +53,14 @@ def folder(name: str) -> Path:
     if name.startswith(PREFIX):
         return Path(resolve(name))
     where = Path(tempfile.mkdtemp(prefix=f"stacktok-{name}-"))
-    tiny = BUILDERS[name]()
+    tiny = {**FAMILIES, **VARIANTS}[name]()
     tiny.model.save_pretrained(where)
     processor = tiny.processor
-    if name == "qwen2_5_vl":
-        processor = transformers.Qwen2_5_VLProcessor(
-            image_processor=processor.image_processor,
-            tokenizer=processor.tokenizer,
-            video_processor=transformers.Qwen2VLVideoProcessor(),
-            chat_template=processor.chat_template,
-        )
+    if name in VIDEO:
+        own = [kind for kind in type(processor).__mro__ if kind.__module__.startswith("transformers")]
+        processor.__class__ = own[0]
+        if VIDEO[name] is not None:
+            processor.video_processor = VIDEO[name]()
     processor.save_pretrained(where)
     return where
 

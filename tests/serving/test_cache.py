@@ -141,7 +141,7 @@ def test_rows_of_an_unpruned_canvas_have_their_newlines() -> None:
 
 def test_fields_come_back_as_they_were_packed() -> None:
     masks = [torch.tensor([True, False]), torch.tensor([True, True])]
-    fields = pack([3, ALL], [7, 8, 9], ["first", "second"], masks)
+    fields = pack("image", [3, ALL], [7, 8, 9], ["first", "second"], eligible=masks)
     first, second = unpack(fields)
     assert (first.keep, second.keep) == (3, ALL)
     assert first.query.tolist() == second.query.tolist() == [7, 8, 9]
@@ -149,6 +149,6 @@ def test_fields_come_back_as_they_were_packed() -> None:
     assert first.key != second.key
     assert first.eligible is not None
     assert first.eligible.tolist() == [True, False]
-    assert unpack(pack([1], [], ["x"], None, 7))[0].request == 7
+    assert unpack(pack("video", [1], [], ["x"], 7))[0].request == 7
     assert unpack({}) == []
-    assert unpack(pack([1], [], ["x"], None))[0].query.tolist() == []
+    assert unpack(pack("image", [1], [], ["x"]))[0].query.tolist() == []

@@ -9,17 +9,15 @@ import torch
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from stacktok.serving.model import grouped
-from stacktok.serving.qwen2_5_vl import digits, places, prompt_positions
+from stacktok.serving.mrope import digits, grid_places, numbers, prompt_positions
 from tests.serving.models import reference
 from tests.tiny import picture
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_places_survive_any_type_of_weights(dtype: torch.dtype) -> None:
-    width = 5001
-    kept = np.array([0, 1, 255, 257, 5000, 5001, 5001 * 257 + 4099, 5001 * 9999 + 5000], dtype=np.int64)
-    rows, columns = places(digits(kept, width).to(dtype))
-    assert (rows * width + columns).tolist() == kept.tolist()
+def test_distances_survive_any_type_of_weights(dtype: torch.dtype) -> None:
+    distances = np.array([[0, 1, 255, 256, 257, 5000, 65535], [3, 0, 65535, 1, 2, 4099, 7], [0] * 7], dtype=np.int64)
+    assert np.array_equal(numbers(digits(distances).to(dtype)).numpy(), distances)
 
 
 def test_positions_of_a_prompt_are_those_of_the_model() -> None:
@@ -38,7 +36,7 @@ def test_positions_of_a_prompt_are_those_of_the_model() -> None:
         start = first + height * width
     found, following = prompt_positions(len(image), spans)
     for first, kept, width in places_of:
-        found[1:, first : first + len(kept)] += places(digits(kept, width))
+        found[:, first : first + len(kept)] += torch.from_numpy(grid_places((1, len(kept) // width, width)))
     assert torch.equal(found, wanted[:, 0])
     assert following - len(image) == int(delta[0])
     # Of a pruned image the text behind it keeps its positions.

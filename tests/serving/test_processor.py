@@ -15,7 +15,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from stacktok.models.query import word_ids
 from stacktok.serving import engine_arguments
-from stacktok.serving.fields import IMAGE, KEEP, QUERY, REQUEST, ImageRequest, unpack
+from stacktok.serving.fields import ImageRequest, field, unpack
 from stacktok.serving.plugin import register
 from stacktok.serving.question import QUERY_ROWS
 from tests.serving.answers import CATS, DOG, SQUARE
@@ -76,7 +76,8 @@ class Renderer:
     def asked(self, question: str, image: Any, **own: Any) -> ImageRequest:
         """The request that reaches the model."""
         (item,) = self.ask(question, image, **own)["mm_kwargs"]["image"]
-        return unpack({name: [item[name].data] for name in (KEEP, QUERY, IMAGE, REQUEST)})[0]
+        names = [field("image", name) for name in ("keep", "query", "item", "request")]
+        return unpack({name: [item[name].data] for name in names})[0]
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +95,7 @@ def test_a_known_uuid_answers_for_its_picture_whatever_is_asked(renderer: Render
     )
     pixels = [found["mm_kwargs"]["image"][0]["pixel_values"].data for found in (first, again, sent)]
     assert torch.equal(pixels[0], pixels[1])
-    keys = [found["mm_kwargs"]["image"][0][IMAGE].data.tolist() for found in (first, again, sent)]
+    keys = [found["mm_kwargs"]["image"][0][field("image", "item")].data.tolist() for found in (first, again, sent)]
     assert keys[0] == keys[1] == keys[2]
     with pytest.raises(ValueError, match="data is not provided"):
         renderer.ask(CATS, None, "another")

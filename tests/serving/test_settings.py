@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stacktok.methods import method_class
-from stacktok.serving import ARCHITECTURES, Settings, engine_arguments
+from stacktok.serving import Settings, engine_arguments, families
 from stacktok.serving.launch import server_arguments
 from stacktok.serving.settings import RequestOptions
 
@@ -35,9 +35,10 @@ def test_every_method_before_the_language_model_is_served(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["evs", "vidcom2"])
-def test_methods_for_videos_are_refused_with_the_reason(name: str) -> None:
-    with pytest.raises(ValueError, match="compares the frames of a video, and pictures alone are served pruned"):
-        Settings.read({"method": name, "budget": 64})
+def test_methods_for_videos_are_refused_where_there_are_none(name: str) -> None:
+    with pytest.raises(ValueError, match="compares the frames of a video, and of 'llava' pictures alone"):
+        engine_arguments("llava", 64, method=name)
+    assert engine_arguments("qwen2_5_vl", 64, method=name)["hf_overrides"]["stacktok"]["method"] == name
 
 
 @pytest.mark.parametrize("name", ["fastv", "sparsevlm"])
@@ -102,11 +103,13 @@ def test_wrong_wishes_are_refused(entry: Any) -> None:
 
 
 def test_stock_architectures_are_left_alone() -> None:
-    assert all(name.startswith("StackTok") for name in ARCHITECTURES.values())
+    assert all(served.architecture.startswith("StackTok") for served in families().values())
     arguments = engine_arguments("llava", 64)
     assert arguments["hf_overrides"]["architectures"] == ["StackTokLlavaForConditionalGeneration"]
     assert arguments["hf_overrides"]["stacktok"]["budget"] == 64
-    with pytest.raises(ValueError, match="gemma3"):
+    with pytest.raises(ValueError, match="'glm4v' cannot be served"):
+        engine_arguments("glm4v", 64)
+    with pytest.raises(ValueError, match="image tokens see each other"):
         engine_arguments("gemma3", 64)
 
 
@@ -123,7 +126,7 @@ def test_flags_pass_through_and_ours_are_added() -> None:
     assert "own_arguments_only" not in trusting[trusting.index("--hf-overrides") + 1]
     for name in ("metrics.CountersMiddleware", "health.ReadinessMiddleware", "requests.RequestMiddleware"):
         assert flags[flags.index(f"stacktok.serving.{name}") - 1] == "--middleware"
-    assert json.loads(flags[flags.index("--limit-mm-per-prompt") + 1]) == {"image": 16}
+    assert json.loads(flags[flags.index("--limit-mm-per-prompt") + 1]) == {"image": 16, "video": 1}
     with pytest.raises(ValueError, match="--hf-overrides"):
         server_arguments("folder", "llava", settings, {}, ["--hf-overrides={}"])
     limited = server_arguments("folder", "llava", settings, {}, ["--limit-mm-per-prompt", '{"image": 3}'])

@@ -67,7 +67,7 @@ def serve(
         again = [argument for argument in sys.argv[1:] if argument != "--restart"]
         raise typer.Exit(supervise([sys.executable, "-c", "from stacktok.cli import main; main()", *again]))
     if not log_json:
-        typer.echo(launch.summary(name, settings, host, port, passed))
+        typer.echo(launch.summary(name, model_type, settings, host, port, passed))
     launch.serve(flags)
 
 

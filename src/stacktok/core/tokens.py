@@ -247,12 +247,16 @@ class EncodedImage:
         The model family's temperature of the query affinities, for a method that is not told another.
     modality
         "image", or "video", whose crops are frames.
+    further
+        Features that the language model is given further on for every token of the unpruned image (DeepStack),
+        (length, e); None for none. Only where the host hands them over with the embeddings.
     """
 
     layout: ImageLayout
     crops: tuple[EncodedCrop, ...]
     tau_query: float = 0.02
     modality: str = "image"
+    further: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -335,6 +339,22 @@ class EncodedImage:
         kept = embeddings[self.kept_offsets(reduction, embeddings.device)]
         for output, embedding in reduction.embeddings.items():
             kept[output] = embedding.to(kept)
+        return kept
+
+    def gather_further(self, reduction: Reduction) -> torch.Tensor | None:
+        """Further features of the output tokens, (k, e); those of a merged token are averaged.
+
+        Parameters
+        ----------
+        reduction
+            The method's answer.
+        """
+        if self.further is None:
+            return None
+        kept = self.further[torch.from_numpy(self.offsets_of(reduction.anchors)).to(self.further.device)]
+        for output, sources in reduction.merged.items():
+            rows = torch.from_numpy(self.layout.fed(sources)).to(self.further.device)
+            kept[output] = self.further[rows].mean(0)
         return kept
 
 

@@ -32,9 +32,11 @@ class LlavaOnevisionAdapter(LlavaNextAdapter):
         side = _side(config)
         if "pixel_values_videos" in inputs:
             pooled = math.ceil(side / 2)
-            frames = (int(inputs["tokens"]) - 1) // pooled**2
+            frames = len(inputs["pixel_values_videos"])
+            if "tokens" in inputs:
+                frames = (int(inputs["tokens"]) - 1) // pooled**2
             return _closed(ImageLayout.raster(*[(pooled, pooled)] * frames))
-        if int(inputs["tokens"]) == side * side + 1:
+        if inputs.get("tokens") == side * side + 1:
             return _closed(ImageLayout.raster((side, side)))
         layout = super().layout(config, inputs, processor)
         canvas = _resized(layout, side, inputs.get("vision_aspect_ratio") or config.vision_aspect_ratio)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from stacktok.serving.settings import ARCHITECTURES, Settings, engine_arguments
+from stacktok.serving.families import families
+from stacktok.serving.settings import Settings, engine_arguments
 
-__all__ = ["ARCHITECTURES", "Settings", "engine_arguments"]
+__all__ = ["Settings", "engine_arguments", "families"]

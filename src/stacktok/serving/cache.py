@@ -109,7 +109,7 @@ def detached(image: EncodedImage) -> EncodedImage:
 
 
 def _tensors(image: EncodedImage) -> list[torch.Tensor]:
-    found = []
+    found = [] if image.further is None else [image.further]
     for crop in image.crops:
         found.extend([crop.vision, crop.projected])
         if crop.attention is not None:
@@ -129,4 +129,5 @@ def _mapped(image: EncodedImage, function: Callable[[torch.Tensor], torch.Tensor
         crops.append(
             replace(crop, vision=function(crop.vision), projected=function(crop.projected), attention=attention)
         )
-    return replace(image, crops=tuple(crops))
+    further = None if image.further is None else function(image.further)
+    return replace(image, crops=tuple(crops), further=further)

@@ -11,10 +11,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from stacktok.models.registry import supported
+from stacktok.serving.families import families
 from stacktok.serving.settings import engine_arguments
 
 IMAGES_PER_PROMPT = 16
 """Pruning makes many images fit a prompt, and each still costs a run of the vision tower."""
+
+VIDEOS_PER_PROMPT = 1
+"""A video may have as many tokens as many images, and memory is measured for the largest."""
 
 OWN = ("--worker-extension-cls", "--hf-overrides", "--model")
 """Flags of vLLM that are set here."""
@@ -71,7 +76,8 @@ def server_arguments(
     for middleware in MIDDLEWARE:
         flags += ["--middleware", middleware]
     if not any(flag.startswith("--limit-mm-per-prompt") for flag in given):
-        flags += ["--limit-mm-per-prompt", json.dumps({"image": IMAGES_PER_PROMPT})]
+        limits = {"image": IMAGES_PER_PROMPT, **({"video": VIDEOS_PER_PROMPT} if families()[model_type].videos else {})}
+        flags += ["--limit-mm-per-prompt", json.dumps(limits)]
     if domains:
         if "--allowed-media-domains" in given:
             raise ValueError("--allow-media-domain and vLLM's --allowed-media-domains say the same; give one of them")
@@ -93,13 +99,15 @@ def check_address(host: str, port: int) -> None:
         raise ValueError(f"cannot listen on {host}:{port}: {error.strerror or error}; {remedy}") from None
 
 
-def summary(model: str, settings: Mapping[str, Any], host: str, port: int, extra: Sequence[str]) -> str:
+def summary(
+    model: str, model_type: str, settings: Mapping[str, Any], host: str, port: int, extra: Sequence[str]
+) -> str:
     """For people: what is served where, and a request to try.
 
     Parameters
     ----------
-    model
-        Folder or hub name.
+    model, model_type
+        Folder or hub name, and the config's ``model_type``.
     settings
         Arguments of `engine_arguments`.
     host, port
@@ -108,6 +116,7 @@ def summary(model: str, settings: Mapping[str, Any], host: str, port: int, extra
         Flags of vLLM.
     """
     name = served_name(model, extra)
+    served = families()[model_type]
     budget = settings["budget"]
     kept = "all tokens" if budget is None else f"{budget} tokens" if isinstance(budget, int) else f"{budget} of tokens"
     address = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::', '') else host}:{port}"
@@ -118,7 +127,8 @@ def summary(model: str, settings: Mapping[str, Any], host: str, port: int, extra
     return (
         f"Serving {model}\n"
         f"  model name  {name}\n"
-        f"  kept        {kept} per image, by {settings['method']}\n"
+        f"  family      {supported().get(model_type, model_type)}, as {served.architecture}\n"
+        f"  kept        {kept} per image{' and per video' if served.videos else ''}, by {settings['method']}\n"
         f"  address     {address}/v1 (ready when {address}/ready answers 200)\n"
         f"  try         (printf %s {before}; base64 -w0 picture.png; printf %s {after}) | "
         f"curl -s {address}/v1/chat/completions -H 'Content-Type: application/json' -d @-"

@@ -27,25 +27,32 @@ class PrunedLlavaProcessor(PrunedProcessor, LlavaMultiModalProcessor):
 class LlavaTower(PrunedModel):
     """Vision features, and attention where a method needs it, of a CLIP or SigLIP tower."""
 
-    reader: AttentionReader | None = None
+    tapped = None
+
     _states: torch.Tensor | None = None
 
-    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        super().__init__(vllm_config=vllm_config, prefix=prefix)
-        if self.pruner.reads_tower:
-            tower = self.vision_tower.vision_model
-            has_cls = getattr(tower.embeddings, "class_embedding", None) is not None
-            strategy = self.config.vision_feature_select_strategy
-            if not isinstance(self.config.vision_feature_layer, int) or (has_cls and strategy != "default"):
-                raise ValueError(
-                    f"vision_feature_layer={self.config.vision_feature_layer!r} with vision_feature_select_strategy="
-                    f"{strategy!r} leaves no single attention to read; use a method that needs no attention"
-                )
-            # vLLM builds the layers up to the one that feeds the projector.
-            signal, layers = self.pruner.method.tower_signal, tower.encoder.layers
-            early = signal.early_layer(self.config.vision_config.num_hidden_layers)
-            second = None if early is None else layers[early].self_attn.attn
-            self.reader = AttentionReader(layers[-1].self_attn.attn, has_cls, signal, second)
+    def check_config(self) -> None:
+        """One grid for all views."""
+        if self.config.vision_config.model_type == "pixtral":
+            raise ValueError(
+                "a LLaVA with a Pixtral tower is not served pruned; use Mistral 3, or prune it in transformers"
+            )
+
+    def attention_reader(self) -> AttentionReader:
+        """The last layer that vLLM builds, which feeds the projector."""
+        tower = self.vision_tower.vision_model
+        has_cls = getattr(tower.embeddings, "class_embedding", None) is not None
+        strategy = self.config.vision_feature_select_strategy
+        if not isinstance(self.config.vision_feature_layer, int) or (has_cls and strategy != "default"):
+            raise ValueError(
+                f"vision_feature_layer={self.config.vision_feature_layer!r} with vision_feature_select_strategy="
+                f"{strategy!r} leaves no single attention to read; use a method that needs no attention"
+            )
+        # vLLM builds the layers up to the one that feeds the projector.
+        signal, layers = self.pruner.method.tower_signal, tower.encoder.layers
+        early = signal.early_layer(self.config.vision_config.num_hidden_layers)
+        second = None if early is None else layers[early].self_attn.attn
+        return AttentionReader(layers[-1].self_attn.attn, has_cls, signal, second)
 
     def view_features(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Pre- and post-projector features of some views, (views, n, d_v) and (views, n, d)."""
@@ -77,6 +84,8 @@ class PrunedLlava(LlavaTower, LlavaForConditionalGeneration):
 
     hf_to_vllm_mapper = LlavaForConditionalGeneration.hf_to_vllm_mapper | TOWER_NAMES
 
-    def image_features(self, indices: list[int], layouts: list[ImageLayout], kwargs: dict[str, Any]) -> list[Features]:
+    def item_features(
+        self, modality: str, indices: list[int], layouts: list[ImageLayout], kwargs: dict[str, Any]
+    ) -> list[Features]:
         """One view per image."""
         return list(zip(*self.view_features(kwargs["pixel_values"][indices]), strict=True))

@@ -32,7 +32,9 @@ class PrunedLlavaNext(LlavaTower, LlavaNextForConditionalGeneration):
 
     hf_to_vllm_mapper = LlavaNextForConditionalGeneration.hf_to_vllm_mapper | TOWER_NAMES
 
-    def image_features(self, indices: list[int], layouts: list[ImageLayout], kwargs: dict[str, Any]) -> list[Features]:
+    def item_features(
+        self, modality: str, indices: list[int], layouts: list[ImageLayout], kwargs: dict[str, Any]
+    ) -> list[Features]:
         """Base view and tiles of each image; views that only pad the batch are not encoded."""
         views = [len(layout.crops) for layout in layouts]
         pixels = [kwargs["pixel_values"][index][:count] for index, count in zip(indices, views, strict=True)]

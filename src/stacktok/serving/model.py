@@ -1,9 +1,16 @@
-"""The shared part of the pruned model classes."""
+"""The shared part of the pruned model classes.
+
+A family's class names the module whose features are selected by, and the call of vLLM's own that encodes some images;
+its adapter, the same as in transformers, makes the rest of it.
+"""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -11,11 +18,13 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 from stacktok.core.attention import TowerSignal
 from stacktok.core.tokens import EncodedImage, ImageLayout
-from stacktok.models.base import Features, TowerReading, image_inputs
+from stacktok.models.base import EncoderCall, Features, TowerReading
 from stacktok.models.registry import adapter_for
-from stacktok.serving.fields import FIELDS, ImageRequest, unpack
+from stacktok.serving.fields import ImageRequest, modality_of, unpack, without_fields
+from stacktok.serving.inputs import item_inputs
 from stacktok.serving.pruner import Kept, Pruner, check_engine
 from stacktok.serving.settings import KEY, Settings
+from stacktok.serving.text import bare, with_text
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.interfaces import SupportsMultiModal as Base
@@ -29,10 +38,26 @@ TOWER_NAMES = WeightsMapper(
 
 
 class PrunedModel(Base):
-    """Stands before a family's model class; a family says how to get its features."""
+    """Stands before a family's model class; a family says where its features are.
+
+    Attributes
+    ----------
+    tapped
+        Path and side ("input" or "output") of the module whose features are selected by; None where the class runs
+        the tower itself.
+    flat
+        Inputs that hold the rows of all items one after the other.
+    """
 
     # The adapters of a tower are told apart by the number of tokens that come out, which is another now.
     supports_tower_connector_lora = False
+    # That path would skip the selector: it hands the encoder's output to vLLM past embed_multimodal.
+    supports_encoder_cudagraph = False
+
+    tapped: ClassVar[tuple[str, str] | None] = ("vision_tower", "output")
+    flat: ClassVar[tuple[str, ...]] = ()
+
+    reader: AttentionReader | None = None
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -41,70 +66,191 @@ class PrunedModel(Base):
         # vLLM gathers images for a step by their pruned lengths, and profiled memory by unpruned ones.
         self._at_once = vllm_config.scheduler_config.max_num_encoder_input_tokens
         self.adapter = adapter_for(self)
-        check_engine(vllm_config, self.adapter.family, mrope=self.adapter.mrope, reads_tower=self.pruner.reads_tower)
+        hooked = self.tapped is not None or self.pruner.reads_tower
+        check_engine(
+            vllm_config,
+            self.adapter.family,
+            mrope=self.adapter.mrope,
+            reads_tower=self.pruner.reads_tower,
+            hooked=hooked,
+        )
+        self.check_config()
+        if self.tapped is not None:
+            self.tap = FeatureTap(self.get_submodule(self.tapped[0]), self.tapped[1])
+        self._call: EncoderCall | None = None
+        if self.pruner.reads_tower:
+            self.reader = self.attention_reader()
         self.pruner.warm_up()
 
-    def image_features(self, indices: list[int], layouts: list[ImageLayout], kwargs: dict[str, Any]) -> list[Features]:
-        """Features of some images of a batch, aligned with their layouts' tokens.
+    def check_config(self) -> None:
+        """Refuse a model's configuration that vLLM reads otherwise than transformers."""
+
+    def attention_reader(self) -> AttentionReader:
+        """Reads the tower's attention, for methods that need it."""
+        raise ValueError(
+            f"{type(self.pruner.method).__name__} reads the vision tower's attention, which is not read in vLLM's "
+            f"{self.adapter.family}; use a method that needs no attention, such as 'stacktok'"
+        )
+
+    def rows_of(self, modality: str, kwargs: Mapping[str, Any]) -> list[int]:
+        """Rows of every item in the `flat` inputs."""
+        name = "num_patches" if "num_patches" in kwargs else f"{modality}_num_patches"
+        return [int(count) for count in kwargs[name]]
+
+    def chosen(self, modality: str, indices: Sequence[int], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs of some items of a batch."""
+        found: dict[str, Any] = {}
+        for name, value in kwargs.items():
+            if name in self.flat:
+                parts = torch.split(value, self.rows_of(modality, kwargs))
+                found[name] = torch.cat([parts[index] for index in indices])
+            elif isinstance(value, torch.Tensor) and value.ndim:
+                found[name] = value[list(indices)]
+            elif isinstance(value, (list, tuple)):
+                found[name] = [value[index] for index in indices]
+            else:
+                found[name] = value
+        return found
+
+    def run_encoder(self, modality: str, inputs: dict[str, Any]) -> Sequence[torch.Tensor]:
+        """Embeddings of some items by vLLM's own class, (tokens, d) each, or (tiles, tokens, d)."""
+        parse = getattr(self, f"_parse_and_validate_{modality}_input")
+        units: Sequence[torch.Tensor] = getattr(self, f"_process_{modality}_input")(parse(**inputs))
+        return units
+
+    def states(self) -> torch.Tensor:
+        """The tower's features in the shape that transformers gives them."""
+        return self.tap.take()
+
+    def item_features(
+        self, modality: str, indices: list[int], layouts: list[ImageLayout], kwargs: dict[str, Any]
+    ) -> list[Features]:
+        """Features of some items of a batch, aligned with their layouts' tokens.
 
         Parameters
         ----------
+        modality
+            "image" or "video".
         indices
-            Which images.
+            Which items.
         layouts
             Theirs.
         kwargs
             The batch.
         """
+        inputs = self.chosen(modality, indices, kwargs)
+        units = self.run_encoder(modality, inputs)
+        states = self.states()
+        seen = SimpleNamespace(last_hidden_state=states, hidden_states=OneLayer(states))
+        self._call = EncoderCall(modality, seen, units, inputs, SimpleNamespace(config=self.config, model=self))
+        return self.adapter.features(self._call, layouts)
+
+    def sequence_lengths(self, call: EncoderCall) -> list[int]:
+        """Lengths of the sequences that the tower attended over in a call."""
         raise NotImplementedError
 
     def add_attention(self, images: list[EncodedImage]) -> list[EncodedImage]:
-        """The images that `image_features` encoded last, with the tower's attention where a method needs it."""
-        return images
+        """The items that `item_features` encoded last, with the tower's attention where a method needs it."""
+        call, self._call = self._call, None
+        if self.reader is None or call is None:
+            return images
+        return self.adapter.attend(images, self.reader.take(self.sequence_lengths(call)), call)
 
-    def layouts(self, kwargs: dict[str, Any], asked: list[ImageRequest]) -> list[ImageLayout]:
-        """The layout of every image of a batch."""
+    def layouts(self, modality: str, kwargs: dict[str, Any], asked: list[ImageRequest]) -> list[ImageLayout]:
+        """The layout of every item of a batch."""
         count = len(asked)
-        layouts = [self.adapter.layout(self.config, image_inputs(kwargs, index, count)) for index in range(count)]
-        masks = [None if one.eligible is None else one.eligible.cpu().numpy() for one in asked]
-        return [layout.with_eligible(mask) for layout, mask in zip(layouts, masks, strict=True)]
+        found = []
+        for index, one in enumerate(asked):
+            layout = self.adapter.layout(self.config, item_inputs(kwargs, index, count, modality))
+            layout = bare(layout) if self.adapter.text_separators else layout
+            found.append(layout.with_eligible(None if one.eligible is None else one.eligible.cpu().numpy()))
+        return found
 
-    def encode_images(
-        self, indices: list[int], layouts: list[ImageLayout], kwargs: dict[str, Any]
+    def encode_items(
+        self, modality: str, indices: list[int], layouts: list[ImageLayout], kwargs: dict[str, Any]
     ) -> list[EncodedImage]:
-        """The encoder's output for some images of a batch."""
+        """The encoder's output for some items of a batch."""
         own = [layouts[index] for index in indices]
-        features = self.image_features(indices, own, kwargs)
-        return self.add_attention(
-            [self.adapter.assemble(layout, x, z) for layout, (x, z) in zip(own, features, strict=True)]
-        )
+        features = self.item_features(modality, indices, own, kwargs)
+        width = self.config.get_text_config().hidden_size
+        images = []
+        for layout, (x, z) in zip(own, features, strict=True):
+            image = replace(self.adapter.assemble(layout, x, z[:, :width]), modality=modality)
+            # What a family's class appends to an embedding (DeepStack) follows its token.
+            images.append(image if z.shape[-1] == width else replace(image, further=z[:, width:].detach()))
+        return self.add_attention(images)
 
-    def embed_images(self, kwargs: dict[str, Any]) -> list[Kept] | None:
-        """The pruned embeddings of a batch's images; None where the batch did not pass our processor."""
-        asked = unpack(kwargs)
-        rest = {name: value for name, value in kwargs.items() if name not in FIELDS}
-        if not asked:
+    def embed_items(self, kwargs: dict[str, Any]) -> list[Kept] | None:
+        """The pruned embeddings of the items of a batch; None where the batch did not pass our processor."""
+        modality, asked = modality_of(kwargs), unpack(kwargs)
+        if modality is None:
             return None
-        layouts = self.layouts(rest, asked)
+        rest = without_fields(kwargs)
+        layouts = self.layouts(modality, rest, asked)
         lengths = [layout.n for layout in layouts]
-        return self.pruner.embed(
+        embed_ids = self.get_language_model().embed_input_ids
+        device = next(self.get_language_model().parameters()).device
+        kept = self.pruner.embed(
             asked,
             lambda indices: [
                 image
                 for group in grouped(indices, lengths, self._at_once)
-                for image in self.encode_images(group, layouts, rest)
+                for image in self.encode_items(modality, group, layouts, rest)
             ],
-            self.get_language_model().embed_input_ids,
-            next(self.get_language_model().parameters()).device,
+            embed_ids,
+            device,
             getattr(self, "image_newline", None),
         )
+        return [
+            one if ask.text is None else with_text(one, ask.text, embed_ids(ask.text[0].to(device)))
+            for one, ask in zip(kept, asked, strict=True)
+        ]
 
     def embed_multimodal(self, **kwargs: Any) -> Any:
-        """The rows of every image."""
-        kept = self.embed_images(kwargs)
+        """The rows of every item."""
+        kept = self.embed_items(kwargs)
         if kept is None:
             return super().embed_multimodal(**kwargs)
         return tuple(one.rows for one in kept)
+
+
+class OneLayer:
+    """Stands for the hidden states of a tower that gives the chosen layer's alone: every index is that layer."""
+
+    def __init__(self, states: torch.Tensor) -> None:
+        self.states = states
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.states
+
+
+class FeatureTap:
+    """Notes what a module was given, or gave back, last.
+
+    Parameters
+    ----------
+    module
+        The module.
+    side
+        "input" or "output".
+    """
+
+    def __init__(self, module: nn.Module, side: str) -> None:
+        self._seen: torch.Tensor | None = None
+        if side == "input":
+            module.register_forward_pre_hook(lambda module, args: self._note(args[0]))
+        else:
+            module.register_forward_hook(lambda module, args, output: self._note(output))
+
+    def _note(self, value: Any) -> None:
+        self._seen = torch.cat(list(value)) if isinstance(value, (list, tuple)) else value
+
+    def take(self) -> torch.Tensor:
+        """The noted features, once."""
+        seen, self._seen = self._seen, None
+        if seen is None:
+            raise ValueError("the vision tower did not run, so there are no features to select by")
+        return seen
 
 
 def grouped(indices: list[int], lengths: list[int], capacity: int) -> list[list[int]]:

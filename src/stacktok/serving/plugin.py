@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from stacktok.serving.settings import ARCHITECTURES
-
-_CLASSES = {
-    "llava": "stacktok.serving.llava:PrunedLlava",
-    "llava_next": "stacktok.serving.llava_next:PrunedLlavaNext",
-    "qwen2_5_vl": "stacktok.serving.qwen2_5_vl:PrunedQwen2_5_VL",
-}
+from stacktok.serving.families import families
 
 
 def register() -> None:
@@ -19,6 +13,6 @@ def register() -> None:
 
     media.register()
     known = ModelRegistry.get_supported_archs()
-    for model_type, architecture in ARCHITECTURES.items():
-        if architecture not in known:
-            ModelRegistry.register_model(architecture, _CLASSES[model_type])
+    for served in families().values():
+        if served.architecture not in known:
+            ModelRegistry.register_model(served.architecture, served.path)

@@ -1,4 +1,4 @@
-"""The processor's half: reads budget and question of a request, and shortens the placeholders of its images.
+"""The processor's half: reads budget and question of a request, and shortens the placeholders of its images and videos.
 
 Everything that decides which tokens are kept becomes part of the multimodal hash, so none of vLLM's caches (processor,
 encoder, prefix) takes one question's image for another's.
@@ -13,21 +13,24 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
-from vllm.multimodal.inputs import MultiModalFieldConfig
-from vllm.multimodal.parse import ImageProcessorItems
-from vllm.multimodal.processing import PromptReplacement
+from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
+from vllm.multimodal.parse import ImageProcessorItems, VideoProcessorItems
+from vllm.multimodal.processing import PromptReplacement, PromptUpdateDetails
 
 from stacktok.core.budget import resolve_budget
-from stacktok.models.base import ModelAdapter, image_inputs
-from stacktok.models.pictures import check_picture
+from stacktok.core.tokens import ImageLayout
+from stacktok.methods.video_method import VideoMethod
+from stacktok.models.base import ModelAdapter
+from stacktok.models.pictures import DEFAULT_LIMITS, check_picture
 from stacktok.models.query import word_ids
 from stacktok.models.reader import PromptReader
 from stacktok.models.registry import adapter_for
-from stacktok.serving.fields import ALL, FIELDS, KEEP, PROFILE, pack
+from stacktok.serving.fields import ALL, NAMES, PROFILE, field, pack
+from stacktok.serving.inputs import item_inputs
 from stacktok.serving.pictures import Pictures
 from stacktok.serving.question import QUERY_ROWS, own_ids, prompt_ids
 from stacktok.serving.settings import KEY, RequestOptions, Settings, check_foreign
@@ -47,7 +50,7 @@ _WORDS, _LETTERS = 1 << 14, 32
 
 
 @functools.cache
-def _configured(entry: str, model_type: str) -> tuple[Settings, ModelAdapter]:
+def _configured(entry: str, model_type: str, tower: str | None) -> tuple[Settings, ModelAdapter]:
     """Settings and adapter of a served model, looked up once per process.
 
     vLLM makes a processor for every chat request, and each of the two lookups scans all installed packages.
@@ -56,20 +59,34 @@ def _configured(entry: str, model_type: str) -> tuple[Settings, ModelAdapter]:
     ----------
     entry
         The ``stacktok`` entry of the model's config, as JSON.
-    model_type
-        The config's.
+    model_type, tower
+        The config's, and that of its vision tower.
     """
-    adapter = adapter_for(SimpleNamespace(config=SimpleNamespace(model_type=model_type)))
+    config = SimpleNamespace(model_type=model_type, vision_config=SimpleNamespace(model_type=tower))
+    adapter = adapter_for(SimpleNamespace(config=config))
     return Settings.read(json.loads(entry)), adapter
 
 
 class PrunedProcessor(Base):
-    """Stands before a family's processor class; the family's adapter says how many tokens an image has."""
+    """Stands before a family's processor class; the family's adapter says how many tokens an image has.
+
+    Attributes
+    ----------
+    modalities
+        What is pruned.
+    interleaved
+        Modalities whose tokens stand between texts of the prompt (tiles that are named, frames with their time). How
+        many tokens stand where only the selection says, so the model puts such texts in.
+    """
+
+    modalities: ClassVar[tuple[str, ...]] = ("image",)
+    interleaved: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, info: Any, dummy_inputs: Any) -> None:
         super().__init__(info, dummy_inputs)
         config = info.get_hf_config()
-        self.settings, self._adapter = _configured(json.dumps(getattr(config, KEY, {})), config.model_type)
+        tower = getattr(getattr(config, "vision_config", None), "model_type", None)
+        self.settings, self._adapter = _configured(json.dumps(getattr(config, KEY, {})), config.model_type, tower)
         self._pictures = Pictures()
         self._requests = itertools.count(1)
 
@@ -85,15 +102,17 @@ class PrunedProcessor(Base):
         if self.settings.own_arguments_only:
             check_foreign(rest)
         plain = replace(inputs, hf_processor_mm_kwargs=rest)
-        if not inputs.mm_data_items.get_all_counts().get("image"):
+        counts = inputs.mm_data_items.get_all_counts()
+        served = [modality for modality in self.modalities if counts.get(modality)]
+        if not served:
             return super().apply(plain, timing_ctx)
         plain = self._with_known_pictures(plain)
-        images = super()._get_mm_hashes(plain)["image"]
+        hashes = super()._get_mm_hashes(plain)
         query = self._query_ids(options, inputs.prompt)
         own = {
             "budget": options.budget,
             "query": query,
-            "images": images,
+            "items": {modality: hashes[modality] for modality in served},
             "all": PROFILE if entry is _MADE_UP else ALL,
             "request": next(self._requests),
         }
@@ -105,7 +124,7 @@ class PrunedProcessor(Base):
         To vLLM a further question on a picture is another picture, which its caches do not hold.
         """
         uuids = (inputs.mm_uuid_items or {}).get("image")
-        items = inputs.mm_data_items["image"]
+        items = inputs.mm_data_items.get("image")
         if uuids is None or not isinstance(items, ImageProcessorItems):
             return inputs
         pictures = self._pictures.resolve(uuids, items.data)
@@ -122,7 +141,7 @@ class PrunedProcessor(Base):
         if not options.from_prompt and not options.query:
             return []
         if options.from_prompt:
-            text = [token for token in prompt if token != self._placeholder]
+            text = [token for token in prompt if token not in self._placeholders]
             words = self._reader.prompt_words(text)
             if self.settings.method.query_rows == "prompt":
                 return self._reader.prompt_rows(text, words)[-QUERY_ROWS:]
@@ -144,9 +163,10 @@ class PrunedProcessor(Base):
         )
 
     @functools.cached_property
-    def _placeholder(self) -> int:
-        """Token id of an image's placeholder."""
-        return int(self._reader.tokenizer.convert_tokens_to_ids(self.hf_processor.image_token))
+    def _placeholders(self) -> set[int]:
+        """Token ids of the placeholders."""
+        names = [getattr(self.hf_processor, f"{modality}_token", None) for modality in ("image", "video")]
+        return {int(self._reader.tokenizer.convert_tokens_to_ids(name)) for name in names if name is not None}
 
     @functools.cached_property
     def _ids_of(self) -> Callable[[str], list[int]]:
@@ -166,7 +186,7 @@ class PrunedProcessor(Base):
             return super()._get_mm_hashes(inputs)
         # Numbers are written out: their bytes alone would not tell a count from a fraction.
         decides = {"method": repr(self.settings.method), "budget": repr(own["budget"]), "query": own["query"]}
-        uuids = {**(inputs.mm_uuid_items or {}), "image": own["images"]}
+        uuids = {**(inputs.mm_uuid_items or {}), **own["items"]}
         return super()._get_mm_hashes(
             replace(inputs, hf_processor_mm_kwargs={**rest, KEY: decides}, mm_uuid_items=uuids)
         )
@@ -176,43 +196,69 @@ class PrunedProcessor(Base):
         rest, own = _split(kwargs)
         if own is None:
             return kwargs
-        images = [image for image, cached in zip(own["images"], mm_is_cached["image"], strict=True) if not cached]
-        return {**rest, KEY: {**own, "images": images}}
+        items = {
+            modality: [item for item, cached in zip(known, mm_is_cached[modality], strict=True) if not cached]
+            for modality, known in own["items"].items()
+        }
+        return {**rest, KEY: {**own, "items": items}}
 
     def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, object]) -> Any:
         """The family's own processing, and our fields."""
         rest, own = _split(hf_kwargs)
-        pictures = mm_items.get("image")
-        sizes = []
-        if own is not None and own["all"] != PROFILE and isinstance(pictures, ImageProcessorItems):
-            sizes = [pictures.get_image_size(index) for index in range(len(pictures))]
-        for size in sizes:
-            check_picture(size.width, size.height)
+        counts = mm_items.get_all_counts()
+        served = [] if own is None else [modality for modality in self.modalities if counts.get(modality)]
+        real = own is not None and own["all"] != PROFILE
+        for modality in served if real else ():
+            for width, height in _sizes(mm_items[modality]):
+                check_picture(width, height)
         processed = super()._apply_hf_processor_main(mm_items, rest)
-        if own is None or not mm_items.get_all_counts().get("image"):
-            return processed
-        items = mm_items["image"]
-        if not isinstance(items, ImageProcessorItems):
-            raise ValueError(
-                "image embeddings cannot be pruned, as they come without vision features; send the picture"
-            )
-        config, processor, count = self.info.get_hf_config(), self.hf_processor, len(items)
-        layouts = [
-            self._adapter.layout(config, image_inputs(processed, index, count), processor) for index in range(count)
-        ]
-        for size, one in zip(sizes, layouts, strict=False):
-            check_picture(size.width, size.height, tokens=one.n)
-        budget = own["budget"]
-        keep = [own["all"] if budget is None else resolve_budget(budget, one.n, one.capacity) for one in layouts]
-        eligible = None
-        if self._adapter.eligible_from_pixels:
-            eligible = [torch.from_numpy(np.concatenate([crop.eligible for crop in one.crops])) for one in layouts]
-        processed.update(pack(keep, own["query"], own["images"], eligible, own["request"]))
+        for modality in served:
+            self._check_items(modality, mm_items[modality])
+            count = counts[modality]
+            layouts = [self._layout(processed, index, count, modality) for index in range(count)]
+            if real:
+                _check_tokens(modality, mm_items[modality], layouts)
+            budget = own["budget"]
+            # A method for videos leaves images as they are.
+            whole = budget is None or (modality == "image" and isinstance(self.settings.method, VideoMethod))
+            keep = [own["all"] if whole else resolve_budget(budget, one.n, one.capacity) for one in layouts]
+            eligible = text = None
+            if self._adapter.eligible_from_pixels:
+                eligible = [torch.from_numpy(np.concatenate([crop.eligible for crop in one.crops])) for one in layouts]
+            if modality in self.interleaved:
+                text = self._texts(modality, mm_items, rest, processed)
+            items = own["items"][modality]
+            processed.update(pack(modality, keep, own["query"], items, own["request"], eligible=eligible, text=text))
         return processed
+
+    def _check_items(self, modality: str, items: Any) -> None:
+        """Refuse what comes without pixels."""
+        if not isinstance(items, (ImageProcessorItems, VideoProcessorItems)):
+            raise ValueError(
+                f"{modality} embeddings cannot be pruned, as they come without vision features; send the "
+                + ("picture" if modality == "image" else "video")
+            )
+
+    def _layout(self, processed: Any, index: int, count: int, modality: str) -> ImageLayout:
+        """How one image or video fills the prompt."""
+        inputs = item_inputs(processed, index, count, modality)
+        return self._adapter.layout(self.info.get_hf_config(), inputs, self.hf_processor)
+
+    def _texts(self, modality: str, mm_items: Any, kwargs: Mapping[str, object], processed: Any) -> list[torch.Tensor]:
+        """Tokens between those of each item, and how many of the item's stand before each, (2, s)."""
+        fields = super()._get_mm_fields_config(processed, kwargs)
+        items = MultiModalKwargsItems.from_hf_inputs(processed, fields)
+        updates = super()._get_prompt_updates(mm_items, kwargs, items)
+        (update,) = [update for update in updates if update.modality == modality]
+        return [Placeholders.of(update.replacement(index)).text() for index in range(len(mm_items[modality]))]
 
     def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Mapping[str, object]) -> Any:
         fields = super()._get_mm_fields_config(hf_inputs, _split(hf_processor_mm_kwargs)[0])
-        own = {name: MultiModalFieldConfig.batched("image", keep_on_cpu=True) for name in FIELDS}
+        own = {
+            field(modality, name): MultiModalFieldConfig.batched(modality, keep_on_cpu=True)
+            for modality in self.modalities
+            for name in NAMES
+        }
         return {**fields, **own}
 
     def _get_prompt_updates(
@@ -220,19 +266,99 @@ class PrunedProcessor(Base):
     ) -> Any:
         """The family's placeholders, as many as the image keeps tokens."""
         updates = super()._get_prompt_updates(mm_items, _split(hf_processor_mm_kwargs)[0], out_mm_kwargs)
-        return [_shortened(update, out_mm_kwargs) if update.modality == "image" else update for update in updates]
+        return [
+            self._shortened(update, out_mm_kwargs) if update.modality in self.modalities else update
+            for update in updates
+        ]
+
+    def _shortened(self, update: Any, out_mm_kwargs: Any) -> Any:
+        modality = update.modality
+
+        def replacement(index: int) -> Any:
+            found = update.replacement(index)
+            keep = int(out_mm_kwargs[modality][index][field(modality, "keep")].data.item())
+            placeholders = Placeholders.of(found)
+            if modality in self.interleaved:
+                own = placeholders.count if keep < 0 else keep
+                return placeholders.run(own + placeholders.text().shape[1])
+            return found if keep < 0 else placeholders.run(keep)
+
+        return PromptReplacement(modality=modality, target=update.target, replacement=replacement)
+
+
+class Placeholders:
+    """The part of the prompt that stands for an unpruned image: runs of its placeholder, and texts.
+
+    Parameters
+    ----------
+    ids
+        Token ids, (s,).
+    mask
+        Which are the image's, (s,).
+    """
+
+    def __init__(self, ids: list[int], mask: torch.Tensor) -> None:
+        self.ids, self.mask = ids, mask
+        own = mask.nonzero()[:, 0]
+        self.first, self.last, self.count = int(own[0]), int(own[-1]), len(own)
+
+    @classmethod
+    def of(cls, found: Any) -> Placeholders:
+        """From what a prompt update gives."""
+        if not isinstance(found, PromptUpdateDetails):
+            return cls(list(found), torch.ones(len(found), dtype=torch.bool))
+        mask = found.is_embed(found.full) if found.is_embed else torch.ones(len(found.full), dtype=torch.bool)
+        return cls(list(found.full), mask)
+
+    def text(self) -> torch.Tensor:
+        """Tokens between the image's own, and how many of those stand before each, (2, s)."""
+        before = self.mask.cumsum(0)
+        between = ~self.mask & (before > 0) & (before < self.count)
+        return torch.stack([torch.tensor(self.ids)[between], before[between]])
+
+    def run(self, length: int) -> Any:
+        """One run of placeholders, with the texts before the first and behind the last; the others are left out."""
+        head, tail = self.ids[: self.first], self.ids[self.last + 1 :]
+        ids = head + [self.ids[self.first]] * length + tail
+        if not head and not tail:
+            return ids
+        mask = torch.zeros(len(ids), dtype=torch.bool)
+        mask[len(head) : len(head) + length] = True
+        return PromptUpdateDetails(ids, is_embed=lambda full: mask)
+
+
+def _sizes(items: Any) -> list[tuple[int, int]]:
+    """Widths and heights of pictures, or of the first frames of videos; none where there are no pixels."""
+    if isinstance(items, ImageProcessorItems):
+        sizes = [items.get_image_size(index) for index in range(len(items))]
+        return [(size.width, size.height) for size in sizes]
+    if not isinstance(items, VideoProcessorItems):
+        return []
+    return [_frame_size(items.get(index)) for index in range(len(items))]
+
+
+def _frame_size(video: Any) -> tuple[int, int]:
+    """Width and height of a video's first frame; a video may come with its metadata."""
+    frame = (video[0] if isinstance(video, tuple) else video)[0]
+    if hasattr(frame, "size") and isinstance(frame.size, tuple):
+        return frame.size[0], frame.size[1]
+    height, width = frame.shape[:2] if frame.shape[-1] in (1, 3, 4) else frame.shape[-2:]
+    return int(width), int(height)
+
+
+def _check_tokens(modality: str, items: Any, layouts: Sequence[ImageLayout]) -> None:
+    """Refuse what has too many tokens."""
+    for (width, height), layout in zip(_sizes(items), layouts, strict=True):
+        if modality == "image":
+            check_picture(width, height, tokens=layout.n)
+        elif layout.n > DEFAULT_LIMITS.tokens:
+            raise ValueError(
+                f"the video has {layout.n} visual tokens; give fewer or smaller frames, of at most "
+                f"{DEFAULT_LIMITS.tokens} tokens"
+            )
 
 
 def _split(kwargs: Mapping[str, object]) -> tuple[dict[str, object], Any]:
     """A request's processor arguments without ours, and ours."""
     rest = dict(kwargs)
     return rest, rest.pop(KEY, None)
-
-
-def _shortened(update: Any, out_mm_kwargs: Any) -> Any:
-    def replacement(index: int) -> Any:
-        tokens = update.replacement(index)
-        keep = int(out_mm_kwargs["image"][index][KEEP].data.item())
-        return tokens if keep < 0 else tokens[:keep]
-
-    return PromptReplacement(modality="image", target=update.target, replacement=replacement)

@@ -15,6 +15,7 @@ import torch
 
 from stacktok.core.tokens import EncodedImage, single_crop
 from stacktok.methods.base import Prepared
+from stacktok.methods.video_method import VideoMethod
 from stacktok.serving.cache import FeatureCache
 from stacktok.serving.counters import Counters
 from stacktok.serving.fields import PROFILE, ImageRequest
@@ -30,9 +31,9 @@ class Kept(NamedTuple):
     Attributes
     ----------
     rows
-        Embeddings, (k, d).
+        Embeddings, (k, d), each followed by its further features where there are any.
     offsets
-        Index of each row among the unpruned image's tokens, (k,).
+        Index of each row among the unpruned image's tokens, (k,); -1 - i for text i between them.
     """
 
     rows: torch.Tensor
@@ -78,7 +79,7 @@ class Pruner:
 
         The first images wait for it: vLLM makes some up to measure memory before it takes requests.
         """
-        if self.method.budget is None or self.reads_tower:
+        if self.method.budget is None or self.reads_tower or isinstance(self.method, VideoMethod):
             return
         self._warming = Future()
         threading.Thread(target=self._compile, args=(self._warming,), name="stacktok-compile", daemon=True).start()
@@ -207,7 +208,9 @@ class Pruner:
                     f"{type(self.method).__name__} kept {len(reduction)} tokens where {one.keep} were reserved; "
                     "a served method must keep exactly its budget"
                 )
-            rows, offsets = image.gather(rows, reduction), image.kept_offsets(reduction, rows.device)
+            further, width = image.gather_further(reduction), image.crops[0].projected.shape[-1]
+            rows, offsets = image.gather(rows[:, :width], reduction), image.kept_offsets(reduction, rows.device)
+            rows = rows if further is None else torch.cat([rows, further], dim=-1)
             seconds = time.perf_counter() - begin
             record.selection_ms += 1e3 * seconds
             self.counters.selection_seconds += seconds
@@ -221,7 +224,9 @@ class Pruner:
 
 
 def _whole(image: EncodedImage, newline: torch.Tensor | None) -> Kept:
-    return Kept(image_rows(image, newline), torch.arange(image.length))
+    rows = image_rows(image, newline)
+    rows = rows if image.further is None else torch.cat([rows, image.further], dim=-1)
+    return Kept(rows, torch.arange(image.length))
 
 
 def image_rows(image: EncodedImage, newline: torch.Tensor | None) -> torch.Tensor:
@@ -242,7 +247,7 @@ def image_rows(image: EncodedImage, newline: torch.Tensor | None) -> torch.Tenso
     return rows
 
 
-def check_engine(vllm_config: Any, family: str, *, mrope: bool, reads_tower: bool) -> None:
+def check_engine(vllm_config: Any, family: str, *, mrope: bool, reads_tower: bool, hooked: bool) -> None:
     """Refuse engine settings under which pruned images would come out wrong.
 
     Parameters
@@ -255,12 +260,14 @@ def check_engine(vllm_config: Any, family: str, *, mrope: bool, reads_tower: boo
         Whether positions of kept tokens are put in by our model.
     reads_tower
         Whether the method reads the vision tower's attention.
+    hooked
+        Whether features are read by a hook, which sees one rank's images alone, or none where code is compiled.
     """
     parallel, multimodal = vllm_config.parallel_config, vllm_config.model_config.multimodal_config
     refused = {
         "video_pruning_rate": bool(multimodal.video_pruning_rate),
-        "mm_encoder_tp_mode='data'": multimodal.mm_encoder_tp_mode == "data" and (mrope or reads_tower),
-        "compile_mm_encoder": bool(vllm_config.compilation_config.compile_mm_encoder) and (mrope or reads_tower),
+        "mm_encoder_tp_mode='data'": multimodal.mm_encoder_tp_mode == "data" and hooked,
+        "compile_mm_encoder": bool(vllm_config.compilation_config.compile_mm_encoder) and hooked,
         "pipeline_parallel_size > 1": parallel.pipeline_parallel_size > 1 and mrope,
         "speculative_config": vllm_config.speculative_config is not None and mrope,
         "enable_dbo": bool(getattr(parallel, "enable_dbo", False)) and mrope,

@@ -15,6 +15,7 @@ from stacktok.core.limits import check_text, shown
 from stacktok.methods.base import FeatureMethod
 from stacktok.methods.registry import method_class
 from stacktok.methods.video_method import VideoMethod
+from stacktok.serving.families import REFUSED, families
 from stacktok.serving.question import QUERY_CHARACTERS
 
 KEY = "stacktok"
@@ -22,13 +23,6 @@ KEY = "stacktok"
 
 CACHE_MEGABYTES = 512
 """Default size of the cache of unpruned encoder outputs."""
-
-ARCHITECTURES = {
-    "llava": "StackTokLlavaForConditionalGeneration",
-    "llava_next": "StackTokLlavaNextForConditionalGeneration",
-    "qwen2_5_vl": "StackTokQwen2_5_VLForConditionalGeneration",
-}
-"""``config.model_type`` to the architecture that serves it pruned; stock architectures are never replaced."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +168,7 @@ def engine_arguments(
     Parameters
     ----------
     model_type
-        ``config.model_type`` of the model: a key of `ARCHITECTURES`.
+        ``config.model_type`` of the model: a key of `families`.
     budget
         Tokens to keep per image where a request does not say: a count, a fraction or a percentage; None keeps all.
     method
@@ -186,9 +180,15 @@ def engine_arguments(
     own_arguments_only
         Refuse requests whose ``mm_processor_kwargs`` hold more than our entry.
     """
-    if model_type not in ARCHITECTURES:
+    known = families()
+    if model_type in REFUSED and model_type not in known:
         raise ValueError(
-            f"model_type {model_type!r} cannot be served pruned; {', '.join(ARCHITECTURES)} can, "
+            f"model_type {model_type!r} is not served pruned: {REFUSED[model_type]}; start vLLM without stacktok, or "
+            "prune it in transformers"
+        )
+    if model_type not in known:
+        raise ValueError(
+            f"model_type {model_type!r} cannot be served pruned; {', '.join(known)} can, "
             "start vLLM without stacktok for others"
         )
     entry: dict[str, Any] = {"method": method, "budget": budget, "cache_megabytes": cache_megabytes}
@@ -196,9 +196,14 @@ def engine_arguments(
         entry["parameters"] = dict(parameters)
     if own_arguments_only:
         entry["own_arguments_only"] = True
-    Settings.read(entry)
+    settings = Settings.read(entry)
+    if isinstance(settings.method, VideoMethod) and known[model_type].videos is False:
+        raise ValueError(
+            f"method={method!r} compares the frames of a video, and of {model_type!r} pictures alone are served; "
+            "use one such as 'stacktok'"
+        )
     return {
-        "hf_overrides": {"architectures": [ARCHITECTURES[model_type]], KEY: entry},
+        "hf_overrides": {"architectures": [known[model_type].architecture], KEY: entry},
         "worker_extension_cls": "stacktok.serving.worker.CountersExtension",
     }
 
@@ -213,11 +218,6 @@ def _method(name: str, budget: Any, parameters: Mapping[str, Any]) -> FeatureMet
         )
     if kind.stage != "before":
         raise ValueError(f"method={name!r} changes the picture before it is processed; send a smaller picture instead")
-    if issubclass(kind, VideoMethod):
-        raise ValueError(
-            f"method={name!r} compares the frames of a video, and pictures alone are served pruned; use one such as "
-            "'stacktok'"
-        )
     check_budget(budget)
     known = {field.name for field in fields(kind)} - {"budget"}
     unknown = set(parameters) - known
