@@ -20,7 +20,10 @@ except SystemExit as stopped:
     print("exit", stopped.code)
 print("loaded", sorted({"torch", "numba", "transformers", "PIL", "matplotlib"} & set(sys.modules)))
 """
-COMMANDS = ("demo", "ask", "batch", "check", "bench", "models", "view", "serve", "methods", "show", "eval", "report")
+COMMANDS = (
+    *("demo", "ask", "batch", "check", "tune", "bench", "models", "view", "serve", "methods", "show", "eval"),
+    "report",
+)
 
 
 def run(*arguments: str, cwd: Path | None = None) -> str:

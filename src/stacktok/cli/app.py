@@ -17,6 +17,7 @@ from stacktok.cli.methods import methods
 from stacktok.cli.models import models
 from stacktok.cli.serve import serve
 from stacktok.cli.show import show
+from stacktok.cli.tune import tune
 from stacktok.cli.view import view
 
 app = typer.Typer(
@@ -30,6 +31,7 @@ app.command()(demo)
 app.command()(ask)
 app.command()(batch)
 app.command()(check)
+app.command()(tune)
 app.command()(bench)
 app.command()(models)
 app.command()(view)

@@ -127,14 +127,25 @@ class Loop:
         words: torch.Tensor = self.model.get_input_embeddings()(torch.tensor(ids))
         return words
 
-    @torch.inference_mode()
     def answers(
         self,
         prompts: Sequence[Prompt],
         reductions: Sequence[Reduction | None],
         positions: Literal["compact", "kept"] = "compact",
     ) -> list[str]:
-        """Greedy answers.
+        """Greedy answers; see `tokens`."""
+        tokens = self.tokens(prompts, reductions, positions)
+        decoded: list[str] = self.processor.batch_decode(tokens, skip_special_tokens=True)
+        return [text.strip() for text in decoded]
+
+    @torch.inference_mode()
+    def tokens(
+        self,
+        prompts: Sequence[Prompt],
+        reductions: Sequence[Reduction | None],
+        positions: Literal["compact", "kept"] = "compact",
+    ) -> list[list[int]]:
+        """Tokens of greedy answers, the one that ends an answer included.
 
         Parameters
         ----------
@@ -145,39 +156,81 @@ class Loop:
         positions
             "compact" numbers what is left from 0, "kept" leaves every token its original position.
         """
-        model, language_model = self.model, self.adapter.language_model(self.model)
-        width = max(len(prompt.ids) for prompt in prompts)
-        valid = np.zeros((len(prompts), width), dtype=np.bool_)
-        embeds = torch.zeros(len(prompts), width, prompts[0].rows.shape[1])
-        embed = model.get_input_embeddings()
-        spans = []
-        for row, (prompt, reduction) in enumerate(zip(prompts, reductions, strict=True)):
-            start = width - len(prompt.ids)
-            valid[row, start:] = True
-            own = embed(prompt.ids)
-            columns = (prompt.ids == model.config.image_token_id).nonzero()[:, 0]
-            own[columns] = prompt.rows
-            embeds[row, start:] = own
-            spans.append([] if reduction is None else [Span(columns.numpy() + start, prompt.image, reduction)])
-        kept, made = compact(valid, spans)
-        mask = kept.valid.long()
-        place = count_positions(kept.valid)
-        if positions == "kept":
-            place = kept.gather(count_positions(torch.from_numpy(valid)))
+        step, mask, at = self._inputs(prompts, reductions, positions)
         cache, answers, done = DynamicCache(), [], torch.zeros(len(prompts), dtype=torch.bool)
-        step, at = kept.gather(embeds), place
-        for row, token, embedding in made:
-            step[row, token] = embedding.to(step)
+        embed = self.model.get_input_embeddings()
         for _ in range(self.max_new_tokens):
-            output = language_model(
+            output = self.adapter.language_model(self.model)(
                 inputs_embeds=step, attention_mask=mask, position_ids=at, past_key_values=cache, use_cache=True
             )
-            token = model.lm_head(output.last_hidden_state[:, -1]).argmax(-1)
-            answers.append(token.masked_fill(done, self._pad))
+            token = self.model.lm_head(output.last_hidden_state[:, -1]).argmax(-1)
+            answers.append(token.masked_fill(done, -1))
             done |= torch.isin(token, self._end)
             if bool(done.all()):
                 break
             step, at = embed(token)[:, None], at[:, -1:] + 1
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-        decoded: list[str] = self.processor.batch_decode(torch.stack(answers, dim=1), skip_special_tokens=True)
-        return [text.strip() for text in decoded]
+        return [[token for token in row if token >= 0] for row in torch.stack(answers, dim=1).tolist()]
+
+    @torch.inference_mode()
+    def score(
+        self,
+        prompts: Sequence[Prompt],
+        reductions: Sequence[Reduction | None],
+        answers: Sequence[Sequence[int]],
+        positions: Literal["compact", "kept"] = "compact",
+    ) -> tuple[list[float], list[bool]]:
+        """Log-probabilities of given answers, and whether they are the greedy ones; one forward pass.
+
+        Parameters
+        ----------
+        prompts, reductions, positions
+            As in `tokens`.
+        answers
+            Tokens of every answer, as `tokens` returns them.
+        """
+        step, mask, at = self._inputs(prompts, reductions, positions)
+        longest = max(map(len, answers))
+        # What stands to the right of an answer is seen by none of its tokens.
+        given = torch.tensor([[*answer, *[self._pad] * (longest - len(answer))] for answer in answers])
+        start = step.shape[1]
+        output = self.adapter.language_model(self.model)(
+            inputs_embeds=torch.cat([step, self.model.get_input_embeddings()(given)], dim=1),
+            attention_mask=torch.cat([mask, mask.new_ones(len(mask), longest)], dim=1),
+            position_ids=torch.cat([at, at[:, -1:] + 1 + torch.arange(longest)], dim=1),
+            use_cache=False,
+        )
+        logits = self.model.lm_head(output.last_hidden_state[:, start - 1 : -1]).float()
+        real = torch.arange(longest) < torch.tensor([len(answer) for answer in answers])[:, None]
+        chosen = logits.log_softmax(-1).gather(-1, given[..., None])[..., 0]
+        same = (logits.argmax(-1) == given) | ~real
+        return chosen.masked_fill(~real, 0.0).sum(1).tolist(), same.all(1).tolist()
+
+    def _inputs(
+        self,
+        prompts: Sequence[Prompt],
+        reductions: Sequence[Reduction | None],
+        positions: Literal["compact", "kept"],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Embeddings, mask and positions of a batch of pruned prompts, padded on the left."""
+        width = max(len(prompt.ids) for prompt in prompts)
+        valid = np.zeros((len(prompts), width), dtype=np.bool_)
+        embeds = torch.zeros(len(prompts), width, prompts[0].rows.shape[1])
+        embed = self.model.get_input_embeddings()
+        spans = []
+        for row, (prompt, reduction) in enumerate(zip(prompts, reductions, strict=True)):
+            start = width - len(prompt.ids)
+            valid[row, start:] = True
+            own = embed(prompt.ids)
+            columns = (prompt.ids == self.model.config.image_token_id).nonzero()[:, 0]
+            own[columns] = prompt.rows
+            embeds[row, start:] = own
+            spans.append([] if reduction is None else [Span(columns.numpy() + start, prompt.image, reduction)])
+        kept, made = compact(valid, spans)
+        place = count_positions(kept.valid)
+        if positions == "kept":
+            place = kept.gather(count_positions(torch.from_numpy(valid)))
+        step = kept.gather(embeds)
+        for row, token, embedding in made:
+            step[row, token] = embedding.to(step)
+        return step, kept.valid.long(), place

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -35,6 +35,14 @@ CHUNK = 20
 """Scenes per chunk."""
 
 Columns = dict[str, list[Any]]
+
+
+class Keyed(Protocol):
+    """Something that is measured chunk by chunk."""
+
+    @property
+    def key(self) -> str:
+        """Digest of everything that decides its numbers."""
 
 
 class Journal:
@@ -58,7 +66,7 @@ class Journal:
                     # The line that a killed run was writing.
                     continue
 
-    def get(self, cell: Cell, chunk: int) -> Columns | None:
+    def get(self, cell: Keyed, chunk: int) -> Columns | None:
         """The items of a chunk, or None."""
         return self._known.get((cell.key, chunk))
 

@@ -1,0 +1,260 @@
+"""The search and the recommendation, on outcomes alone: nothing here knows a model.
+
+Settings race over the samples of the search by successive halving. After every rung those go that cannot meet the
+promise any more, those that a setting of no higher cost beats in a paired comparison, and then the least promising
+until half are left. The recommendation is made on samples that the search never saw.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stacktok.evaluation.statistics import (
+    SMALLEST_BOOTSTRAP,
+    Interval,
+    mean_interval,
+    paired_comparison,
+    percentile_interval,
+    resampled_means,
+)
+
+Floats = NDArray[np.float64]
+Key = TypeVar("Key")
+
+FINALISTS = 4
+"""Settings that are measured on held-out samples, at most."""
+
+SEARCH = 0.5
+"""Share of the pictures on which settings race."""
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """One setting on some samples.
+
+    Attributes
+    ----------
+    quality
+        Of every sample, in [0, 1], (N,).
+    log_prob
+        Log-probability of the full model's answer, (N,).
+    cost
+        Tokens per layer of every sample, (N,).
+    """
+
+    quality: Floats
+    log_prob: Floats
+    cost: Floats
+
+
+Measure = Callable[[Sequence[Key], Sequence[int]], Mapping[Key, Measured]]
+"""Measures settings on samples, given by number."""
+
+
+@dataclass(frozen=True)
+class Verdict(Generic[Key]):
+    """One finalist on the held-out samples.
+
+    Attributes
+    ----------
+    setting
+        Which.
+    kept
+        Quality over that of the full model.
+    log_prob
+        Mean log-probability of the full model's answer.
+    cost
+        Mean tokens per layer.
+    tested, passed
+        Whether it came to be tested, and whether its lower bound meets the promise.
+    """
+
+    setting: Key
+    kept: Interval
+    log_prob: Interval
+    cost: float
+    tested: bool
+    passed: bool
+
+
+def split_pictures(groups: Sequence[str], seed: int = 0, share: float = SEARCH) -> tuple[list[int], list[int]]:
+    """Samples of the search in random order of pictures, and held-out ones; no picture has samples in both."""
+    names = list(dict.fromkeys(groups))
+    order = np.random.default_rng(seed).permutation(len(names))
+    place = {names[number]: rank for rank, number in enumerate(order.tolist())}
+    cut = round(share * len(names))
+    numbers = sorted(range(len(groups)), key=lambda number: (place[groups[number]], number))
+    return [n for n in numbers if place[groups[n]] < cut], [n for n in numbers if place[groups[n]] >= cut]
+
+
+def kept_share(pruned: Floats, full: Floats, groups: Sequence[str], confidence: float = 0.95) -> Interval:
+    """Quality over that of the full model on the same samples, pictures resampled.
+
+    The lower end is lowered by one sample, as far as few changes among many samples can deceive; where no sample
+    differs, it is that of a share of which nothing was missed, exact, by pictures.
+    """
+    if full.sum() <= 0:
+        raise ValueError(
+            "the full model has no right answer, so that nothing can be kept of its quality; check the data"
+        )
+    _, labels = np.unique(np.asarray(groups), return_inverse=True)
+    sums = np.stack([np.bincount(labels, weights=own) for own in (pruned, full)], axis=1)
+    units = len(sums)
+    estimate = float(pruned.sum() / full.sum())
+    with np.errstate(invalid="ignore", divide="ignore"):
+        means = resampled_means(sums, np.ones_like(sums))
+        ratios = means[:, 0] / means[:, 1]
+    found = percentile_interval(estimate, ratios[np.isfinite(ratios)], units, confidence)
+    if found.known:
+        return Interval(estimate, found.low - 1 / float(full.sum()), found.high)
+    if units < SMALLEST_BOOTSTRAP:
+        return found
+    return Interval(estimate, estimate * ((1 - confidence) / 2) ** (1 / units), estimate)
+
+
+def rungs(count: int, first: int) -> list[int]:
+    """Sizes of the rungs: doubled from the first to all samples."""
+    sizes = [min(first, count)]
+    while sizes[-1] < count:
+        sizes.append(min(2 * sizes[-1], count))
+    return sizes
+
+
+def race(
+    settings: Sequence[Key],
+    measure: Measure[Key],
+    full: Floats,
+    groups: Sequence[str],
+    search: Sequence[int],
+    keep: float,
+    *,
+    first: int = 32,
+    finalists: int = FINALISTS,
+    rung_done: Callable[[int, Sequence[Key]], None] = lambda size, left: None,
+) -> list[Key]:
+    """Settings that are worth the held-out samples, the most trustworthy first.
+
+    Parameters
+    ----------
+    settings
+        All settings.
+    measure
+        Measures settings on samples.
+    full
+        Quality of the full model on every sample, (N,).
+    groups
+        Picture of every sample.
+    search
+        Samples of the search, in order.
+    keep
+        Share of the full model's quality that is promised.
+    first
+        Samples of the first rung.
+    finalists
+        How many settings are left in the end, at most.
+    rung_done
+        Called after every rung with its size and the settings that are left.
+    """
+    left = list(settings)
+    sizes = rungs(len(search), first)
+    for number, size in enumerate(sizes):
+        part = list(search[:size])
+        found = measure(left, part)
+        own, reference = [groups[n] for n in part], full[part]
+        shares = {key: kept_share(found[key].quality, reference, own) for key in left}
+        left = [key for key in left if not shares[key].high < keep] or left
+        left = _unbeaten(left, found, own)
+        wanted = finalists if number == len(sizes) - 1 else max(finalists, math.ceil(len(left) / 2))
+        left = _promising(left, found, shares, keep)[:wanted]
+        rung_done(size, left)
+    return sorted(left, key=lambda key: (-_low(shares[key]), float(found[key].cost.mean())))
+
+
+def _low(share: Interval) -> float:
+    return share.low if share.known else share.estimate - 1
+
+
+def _promising(
+    left: Sequence[Key], found: Mapping[Key, Measured], shares: Mapping[Key, Interval], keep: float
+) -> list[Key]:
+    """Settings by promise: those that seem to meet it by cost, each budget's best first, then the others by quality."""
+
+    def rank(key: Key) -> tuple[float, ...]:
+        share, cost = shares[key], float(found[key].cost.mean())
+        if share.estimate >= keep:
+            return (0.0, cost, -share.estimate, -float(found[key].log_prob.mean()))
+        return (1.0, -share.estimate, cost, -float(found[key].log_prob.mean()))
+
+    ordered = sorted(left, key=rank)
+    feasible = [key for key in ordered if shares[key].estimate >= keep]
+    # The cheapest may owe its place to luck: the safest setting stays in the race as well.
+    safest = max(feasible, key=lambda key: (_low(shares[key]), -float(found[key].cost.mean())), default=None)
+    if safest is not None:
+        ordered.remove(safest)
+        ordered.insert(1 if ordered and shares[ordered[0]].estimate >= keep else 0, safest)
+    return ordered
+
+
+def _unbeaten(left: Sequence[Key], found: Mapping[Key, Measured], groups: Sequence[str]) -> list[Key]:
+    """Settings that no other of at most the same cost beats beyond chance, in quality."""
+    costs = {key: float(found[key].cost.mean()) for key in left}
+    stays = []
+    for key in left:
+        rivals = [
+            other
+            for other in left
+            if other is not key
+            and costs[other] <= costs[key]
+            and found[other].quality.mean() > found[key].quality.mean()
+        ]
+        rivals.sort(key=lambda other: -float(found[other].quality.mean()))
+        beaten = False
+        for other in rivals[:3]:
+            difference = paired_comparison(found[other].quality, found[key].quality, groups=groups).difference
+            beaten |= difference.known and difference.low > 0
+        if not beaten:
+            stays.append(key)
+    return stays
+
+
+def verdicts(
+    finalists: Sequence[Key], found: Mapping[Key, Measured], full: Floats, groups: Sequence[str], keep: float
+) -> list[Verdict[Key]]:
+    """Test finalists on held-out samples in their given order, and stop at the first that fails.
+
+    The order was fixed by the search alone, so that all tests together are wrong no more often than one (a fixed
+    sequence of tests); the cheapest that passed may be recommended.
+
+    Parameters
+    ----------
+    finalists
+        Settings, the most trustworthy first.
+    found
+        Their outcomes on the held-out samples.
+    full
+        Quality of the full model on these samples, (N,).
+    groups
+        Picture of every sample.
+    keep
+        Share of the full model's quality that is promised.
+    """
+    rows: list[Verdict[Key]] = []
+    open_ = True
+    for key in finalists:
+        share = kept_share(found[key].quality, full, groups)
+        passed = open_ and share.known and share.low >= keep
+        likelihood = mean_interval(found[key].log_prob, groups=list(groups))
+        rows.append(Verdict(key, share, likelihood, float(found[key].cost.mean()), open_, passed))
+        open_ = passed
+    return rows
+
+
+def cheapest(rows: Sequence[Verdict[Key]]) -> Verdict[Key] | None:
+    """The recommendation: the cheapest setting that passed; None where none did."""
+    return min((row for row in rows if row.passed), key=lambda row: (row.cost, -row.kept.low), default=None)

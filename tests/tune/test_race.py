@@ -1,0 +1,83 @@
+"""The search on outcomes alone: what it promises, it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from benchmarks.tune_promise import Recorded, simulate
+
+from stacktok.tune.race import Measured, cheapest, kept_share, race, rungs, split_pictures, verdicts
+
+GROUPS = [str(n // 2) for n in range(400)]
+TRUTH = {"dear": (0.999, 100), "fair": (0.997, 40), "poor": (0.80, 40), "cheap": (0.75, 5)}
+
+
+class World:
+    """Settings with known quality and cost; every sample's outcome is drawn once."""
+
+    def __init__(self, seed: int) -> None:
+        draw = np.random.default_rng(seed)
+        self.quality = {name: (draw.random(len(GROUPS)) < share).astype(float) for name, (share, _) in TRUTH.items()}
+        self.asked = 0
+
+    def measure(self, settings: Sequence[str], samples: Sequence[int]) -> dict[str, Measured]:
+        self.asked += len(settings) * len(samples)
+        part = list(samples)
+        return {
+            name: Measured(self.quality[name][part], np.zeros(len(part)), np.full(len(part), float(TRUTH[name][1])))
+            for name in settings
+        }
+
+
+def recommended(world: World, keep: float) -> str | None:
+    search, held_out = split_pictures(GROUPS)
+    full = np.ones(len(GROUPS))
+    finalists = race(list(TRUTH), world.measure, full, GROUPS, search, keep, finalists=2)
+    found = world.measure(finalists, held_out)
+    best = cheapest(verdicts(finalists, found, full[held_out], [GROUPS[n] for n in held_out], keep))
+    return None if best is None else best.setting
+
+
+def test_the_cheapest_setting_that_keeps_enough_is_recommended() -> None:
+    assert recommended(World(0), 0.95) == "fair"
+    assert recommended(World(0), 0.5) == "cheap"
+
+
+def test_where_none_keeps_enough_none_is_recommended() -> None:
+    assert recommended(World(0), 1.0) is None
+
+
+def test_no_picture_is_in_both_parts() -> None:
+    search, held_out = split_pictures(GROUPS, seed=3)
+    assert sorted([*search, *held_out]) == list(range(400))
+    assert not {GROUPS[n] for n in search} & {GROUPS[n] for n in held_out}
+
+
+def test_rungs_double_to_all_samples() -> None:
+    assert rungs(150, 32) == [32, 64, 128, 150]
+    assert rungs(10, 32) == [10]
+
+
+def test_hopeless_settings_are_dropped_early() -> None:
+    world = World(1)
+    search, _ = split_pictures(GROUPS)
+    race(list(TRUTH), world.measure, np.ones(400), GROUPS, search, 0.95, finalists=2)
+    # Every setting on every rung would be 4 x (32 + 64 + 128 + 200).
+    assert world.asked < 4 * 32 + 2 * (64 + 128 + 200) + 1
+
+
+def test_a_share_without_changes_is_not_taken_for_certain() -> None:
+    share = kept_share(np.ones(60), np.ones(60), [str(n) for n in range(60)])
+    # All of n right has probability p^n: at 2.5 % that is p = 0.025^(1/60).
+    assert share.low == pytest.approx(0.025 ** (1 / 60))
+    with pytest.raises(ValueError, match="no right answer"):
+        kept_share(np.zeros(60), np.zeros(60), [str(n) for n in range(60)])
+
+
+def test_the_promise_holds_on_unseen_scenes() -> None:
+    """A part of the 200 repetitions of `benchmarks/tune_promise.py`, of which docs/tune.md gives the figures."""
+    found = simulate(Recorded.read("embedded LLaVA", labels=True), 140, 0.95, 6)
+    assert found["recommendations"] >= 3
+    assert found["broken"] == 0
