@@ -160,7 +160,7 @@ def soak(count: int, kills: int) -> dict[str, Any]:
             process = subprocess.Popen([*command, str(where / "killed")], stdout=subprocess.DEVNULL)
             try:
                 # From before the model is loaded to well into the answers.
-                process.wait(chance.uniform(1, 30) if killed < kills else None)
+                process.wait(chance.uniform(1, 12) if killed < kills else None)
                 break
             except subprocess.TimeoutExpired:
                 process.send_signal(signal.SIGKILL)
