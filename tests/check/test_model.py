@@ -6,7 +6,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -105,8 +104,8 @@ def test_a_backend_with_another_tie_rule_is_found(monkeypatch: pytest.MonkeyPatc
         found = []
         for problem in problems:
             a_vv, eligible = problem.state[0], problem.state[1]
-            state = reference.precompute(np.ascontiguousarray(a_vv[::-1, ::-1]), eligible[::-1].copy())
-            query = np.ascontiguousarray(problem.query_affinity[:, ::-1])
+            state = reference.precompute(a_vv[::-1, ::-1].copy(), eligible[::-1].copy())
+            query = problem.query_affinity[:, ::-1].copy()
             (steps,) = reference.greedy([problem._replace(state=state, query_affinity=query)])
             found.append(steps._replace(order=len(a_vv) - 1 - steps.order))
         return found

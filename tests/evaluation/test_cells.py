@@ -274,7 +274,7 @@ def test_progress_tells_the_time_left():
     progress.done = 4
     assert progress.seconds_left() is not None
     assert str(progress).startswith("6 of 10 cells, about ")
-    assert [run._duration(seconds) for seconds in (5, 65, 3700)] == ["5 s", "1 min 05 s", "1 h 01 min"]
+    assert [run.duration(seconds) for seconds in (5, 65, 3700)] == ["5 s", "1 min 05 s", "1 h 01 min"]
 
 
 def test_results_are_plain_json(finished):

@@ -560,7 +560,8 @@ def test_budgets_of_the_paper() -> None:
 def test_a_prepared_image_answers_every_question_as_if_it_were_the_first(method: Any, crops: int) -> None:
     generator = torch.Generator().manual_seed(crops)
     vision, projected = torch.randn(crops, 20, 6, generator=generator), torch.randn(crops, 20, 9, generator=generator)
-    attention = TowerAttention(torch.rand(20, generator=generator), torch.randn(20, 4, generator=generator))
+    scores, keys = torch.rand(2, 20, generator=generator), torch.randn(20, 4, generator=generator)
+    attention = TowerAttention(scores[0], keys, early=scores[1])
     layout = ImageLayout.raster(*[(4, 5)] * crops).with_eligible(np.arange(20 * crops) % 20 > 2)
     image = EncodedImage.of(layout, vision.flatten(0, 1), projected.flatten(0, 1)).with_attention([attention] * crops)
     image = replace(image, modality="video")

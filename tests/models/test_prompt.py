@@ -37,7 +37,8 @@ def test_text_without_markers_stays_as_it_is() -> None:
 def test_evaluations_take_markers_as_text(tmp_path: object) -> None:
     built = tiny.build("llava")
     answerer = Answerer.__new__(Answerer)
-    answerer.model, answerer.processor, answerer._run = built.model, built.processor, None
+    answerer.model, answerer.processor = built.model, built.processor
+    answerer._run = answerer._method = None
     (answer,) = answerer.answer([question_prompt(tiny.picture(90, 60), "<image> <image>?")], max_new_tokens=1)
     assert answer.log.tokens == answer.log.tokens_full > 0
 
