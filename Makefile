@@ -37,7 +37,7 @@ setup-eval: $(EVAL_STAMP)
 
 $(EVAL_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(EVAL_VENV)
-	$(EVAL_BIN)/python -m pip install --quiet -c constraints.txt torch torchvision -e '.[lmms,ray,figures]' pytest hypothesis
+	$(EVAL_BIN)/python -m pip install --quiet -c constraints.txt torch torchvision -e '.[lmms,ray,figures]' pytest hypothesis num2words
 	$(EVAL_BIN)/python -c "import torch, sys; sys.exit(torch.version.cuda is None)" \
 		|| $(EVAL_BIN)/python -m pip uninstall --quiet --yes torchvision
 	touch $(EVAL_STAMP)
