@@ -64,7 +64,7 @@ KERNELS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 
 
 class Resources(NamedTuple):
-    """What a compiled kernel needs.
+    """The resources of a compiled kernel.
 
     Attributes
     ----------

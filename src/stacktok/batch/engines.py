@@ -52,7 +52,7 @@ class EngineSpec:
             raise ValueError(f"engine {self.engine!r} is not known; use one of {', '.join(ENGINES)}")
 
     def job(self) -> dict[str, Any]:
-        """What decides the answers, as plain values."""
+        """The settings that decide the answers, as plain values."""
         from stacktok.evaluation.cells import fingerprint
 
         budget = self.method.budget

@@ -45,7 +45,7 @@ SIZES = tuple(
 
 @dataclass(frozen=True)
 class Gpu:
-    """What the cost model knows of a GPU.
+    """A GPU in the cost model.
 
     Attributes
     ----------

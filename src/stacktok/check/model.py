@@ -453,7 +453,7 @@ def _timed(outcomes: Outcomes, checks: _Checks, name: str, repeats: int) -> str:
 
 
 def _hooks(model: Any) -> dict[str, tuple[Any, ...]]:
-    """What hooks and taps of ours would change in every module."""
+    """The state of every module that our hooks and taps would change."""
     found = {}
     for name, module in model.named_modules():
         own = vars(module)

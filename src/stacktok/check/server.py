@@ -199,7 +199,7 @@ class _ServerChecks:
         return f"{min(reply.length for reply in self.found)} to {max(reply.length for reply in self.found)} tokens"
 
     def counters(self) -> str:
-        """What the requests added to /metrics; other clients' requests count too."""
+        """The requests' share of /metrics; other clients' requests count too."""
         self._asked()
         images, after = (int(self.rise.get(f"stacktok_{name}_total", 0)) for name in ("images", "tokens_after"))
         if images < len(self.requests):

@@ -16,7 +16,7 @@ NOT_MEASURED = "-"
 
 
 def facts(method: Method) -> tuple[str, ...]:
-    """What a method needs: attention of what, the question, whether it can be served, tokens of a layer."""
+    """The needs of a method: attention of what, the question, whether it can be served, tokens of a layer."""
     from stacktok.cli.methods import described
     from stacktok.serving.settings import Settings
 

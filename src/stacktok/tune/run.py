@@ -36,7 +36,7 @@ class _Full:
 
 @dataclass
 class Found:
-    """What a search found.
+    """The result of a search.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What the kernels of this package share: how a ragged batch is handed over, how they are launched, and the argmax.
+"""The shared part of this package's kernels: how a ragged batch is handed over, how they are launched, and the argmax.
 
 A batch is a table with one row of integers per unit: the addresses of its arrays and its sizes. So no array is copied
 to stand next to another, units may differ in every size, and one launch runs all of them, one program (a block of

@@ -47,7 +47,7 @@ def _fill_top(matrix, rows, n, kept, r, left_out, places, top, BLOCK: tl.constex
 
 @triton.jit
 def _fill_gains(matrix, rows, n, thresholds, gains, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """What every token adds above the rows' thresholds."""
+    """The gain of every token over the rows' thresholds."""
     for first in range(0, n, BLOCK):
         j = first + tl.arange(0, BLOCK)
         gain = tl.zeros((BLOCK,), tl.float64)
