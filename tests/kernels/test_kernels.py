@@ -22,7 +22,7 @@ from stacktok.kernels.diversity import greedy_map, max_min
 from stacktok.methods import cdpruner, divprune
 from tests.core.cases import affinities, features, focused, problems, tied
 
-triton = pytest.importorskip("triton")
+triton = pytest.importorskip("triton", reason="needs Triton: make test-triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("Triton interprets kernels where TRITON_INTERPRET=1 is set", allow_module_level=True)
 

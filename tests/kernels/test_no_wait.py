@@ -22,7 +22,7 @@ from stacktok.methods.mmtok import MMTok
 from stacktok.methods.stacktok import StackTok
 from tests.core.cases import affinities, features
 
-triton = pytest.importorskip("triton")
+triton = pytest.importorskip("triton", reason="needs Triton: make test-triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("Triton interprets kernels where TRITON_INTERPRET=1 is set", allow_module_level=True)
 
