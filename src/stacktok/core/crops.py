@@ -1,7 +1,8 @@
 """Crops of a high-resolution image that share one budget: Algorithm 2.
 
 A crop's nominee depends on its own set alone, so the sequence of its nominees is its own run of Algorithm 1. All crops
-run in parallel to their horizons; sharing the budget is then a merge of their nominees by h.
+run in parallel, first somewhat beyond an equal share; sharing the budget is then a merge of their nominees by h, and a
+crop that wins all of its nominees runs on.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import numpy as np
 
 from stacktok.core.affinity import QueryAffinity, query_affinities
 from stacktok.core.budget import Budget, Coverage, resolve_budget
-from stacktok.core.greedy import CoverageReference, CropRun, GreedyRun, adaptive_size
+from stacktok.core.greedy import CoverageReference, CropRun, GreedyRun, adaptive_size, get_backend
 from stacktok.core.inputs import Array, Eligible, check_list, check_same_device
 from stacktok.core.parameters import Allocation, Parameters, Settings
 from stacktok.core.record import CropSelection
-from stacktok.core.reference import allocate
 from stacktok.core.selection import PreparedImage, given_unit, question_parameters
+from stacktok.kernels import Ints
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -162,7 +163,10 @@ def _select(
             gains = [Fraction(float(run.nominee_gains().sum())) for run in first]
             weights = gains if any(gains) else weights
         limits = apportion(total, weights, capacities)
-    runs = [run.on_host() for run in GreedyRun.run(units, parameters, total, limits, horizons)]
+    if parameters.allocation == "shared":
+        runs = _shared_runs(units, parameters, total, horizons)
+    else:
+        runs = [run.on_host() for run in GreedyRun.run(units, parameters, total, limits, horizons)]
     found = spend(runs, total, parameters.allocation)
     if adaptive is None:
         return found
@@ -173,10 +177,36 @@ def _select(
     return found.prefix(adaptive_size(adaptive, runs, sizes), refine=True)
 
 
+def _shared_runs(
+    units: Sequence[tuple[CoverageReference, QueryAffinity]],
+    parameters: Parameters,
+    total: int,
+    horizons: Sequence[int],
+) -> list[GreedyRun]:
+    """Runs of crops that share a budget, as long as Algorithm 2 asks for their nominees."""
+    lengths = [min(horizon, 1 + 3 * total // (2 * len(units))) for horizon in horizons]
+    runs: dict[int, GreedyRun] = {}
+    short = list(range(len(units)))
+    while short:
+        own = ([values[c] for c in short] for values in (lengths, horizons))
+        found = GreedyRun.run([units[c] for c in short], parameters, total, *own)
+        runs |= {c: run.on_host() for c, run in zip(short, found, strict=True)}
+        winners, _ = _allocate([runs[c] for c in range(len(units))], min(total, sum(lengths)))
+        won = np.bincount(winners, minlength=len(units))
+        short = [c for c, length in enumerate(lengths) if won[c] == length < horizons[c]]
+        for c in short:
+            lengths[c] = min(horizons[c], 2 * lengths[c])
+    return [runs[c] for c in range(len(units))]
+
+
+def _allocate(runs: Sequence[CropRun], total: int) -> tuple[Ints, Ints]:
+    return get_backend(runs[0].reference.backend).allocate([run.nominee_gains() for run in runs], total)
+
+
 def spend(runs: Sequence[CropRun], total: int, allocation: Allocation = "shared") -> CropSelection:
     """Algorithm 2 on runs of every crop, none shorter than what its crop may get, and each crop's record."""
     gains_of, limits = [run.nominee_gains() for run in runs], [len(run.steps.order) for run in runs]
-    winners, sizes = allocate(gains_of, total)
+    winners, sizes = _allocate(runs, total)
     nominees, nominee_gain = np.full(sizes.shape, -1, dtype=np.int64), np.full(sizes.shape, np.nan)
     for c, run in enumerate(runs):
         open_ = sizes[:, c] < limits[c]

@@ -17,6 +17,7 @@ from stacktok.core.crops import apportion
 from stacktok.core.greedy import CoverageReference, GreedyRun
 from stacktok.core.inputs import Mask
 from stacktok.core.parameters import Parameters
+from stacktok.core.reference import allocate as allocate
 from stacktok.core.tokens import ImageLayout
 from stacktok.kernels import Ints, Problem, Steps, Swap, triton
 

@@ -35,6 +35,9 @@ class Backend(Protocol):
     def greedy(self, problems: Sequence[Problem]) -> list[Steps]:
         """Algorithm 1 on every problem, in parallel where that pays."""
 
+    def allocate(self, gains: Sequence[Floats], total: int) -> tuple[Ints, Ints]:
+        """Algorithm 2 from the gains of every crop's nominees."""
+
     def refine(
         self,
         vision_affinity: Affinity,
@@ -135,6 +138,10 @@ def run_problems(backends: Sequence[str], problems: Sequence[Problem]) -> list[S
 
 class CropRun(Protocol):
     """A greedy run over one crop, as far as sharing a budget needs it."""
+
+    @property
+    def reference(self) -> CoverageReference:
+        """The coverage side of the crop."""
 
     @property
     def steps(self) -> Steps:

@@ -328,6 +328,11 @@ class GatedRun:
         return GatedRun(inner.on_host(), weights)
 
     @property
+    def reference(self) -> CoverageReference:
+        """The coverage side of the crop."""
+        return self.inner.reference
+
+    @property
     def steps(self) -> Steps:
         """The picks."""
         return self.inner.steps

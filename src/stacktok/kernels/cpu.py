@@ -87,6 +87,19 @@ def _greedy(problem: Problem) -> Steps:
     return steps
 
 
+def allocate(gains: Sequence[Floats], total: int) -> tuple[Ints, Ints]:
+    """Algorithm 2 from the nominees' gains; parameters and result as in `stacktok.core.reference.allocate`.
+
+    A crop that wins with some gain goes on winning until a nominee of its own gains less. So the steps are all nominees
+    in falling order of the smallest gain that their crop has shown so far, ties by crop, then in their own order.
+    """
+    lowest = np.concatenate([np.minimum.accumulate(own) for own in gains])
+    crops = np.repeat(np.arange(len(gains)), [len(own) for own in gains])
+    winners = crops[np.argsort(-lowest, kind="stable")[:total]]
+    won = winners[:, None] == np.arange(len(gains))
+    return winners, np.cumsum(won, axis=0) - won
+
+
 def refine(
     vision_affinity: Matrix,
     query_affinity: Matrix,
