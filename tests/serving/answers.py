@@ -78,7 +78,15 @@ class Answer:
         return same and all(abs(a - b) <= tolerance for a, b in pairs)
 
 
-def expected(tiny: Tiny, request: Request, budget: Any, method: str = "stacktok", tokens: int = TOKENS) -> Answer:
+def expected(
+    tiny: Tiny,
+    request: Request,
+    budget: Any,
+    method: str = "stacktok",
+    tokens: int = TOKENS,
+    *,
+    add_special_tokens: bool = True,
+) -> Answer:
     """The answer of this package's transformers path; ``budget`` is the server's."""
     own = budget if request.budget == "server" else request.budget
     videos: dict[str, Any] = {}
@@ -86,7 +94,12 @@ def expected(tiny: Tiny, request: Request, budget: Any, method: str = "stacktok"
         known = [VideoMetadata(**metadata(video)) for video in request.videos]
         videos = {"videos": list(request.videos), "video_metadata": known, "do_sample_frames": False}
     inputs = tiny.processor(
-        images=list(request.images) or None, text=[request.prompt(tiny)], return_tensors="pt", padding=True, **videos
+        images=list(request.images) or None,
+        text=[request.prompt(tiny)],
+        return_tensors="pt",
+        padding=True,
+        add_special_tokens=add_special_tokens,
+        **videos,
     )
     with method_class(method)(budget=own)(tiny.model, tiny.processor) as pruned:
         pruned.query = request.query

@@ -137,7 +137,7 @@ class VllmEngine:
             parameters={**own_parameters(chosen), **positions},
         )
         self._token, self._budget = config.image_token_id, chosen.budget
-        self.processor = load_processor(path, config.model_type)
+        self.processor = load_processor(path, config)
         # Every picture is one image of a prompt; further questions on it find it in the plugin's cache.
         self.llm = vllm.LLM(path, dtype=spec.dtype, limit_mm_per_prompt={"image": 1}, **own, **spec.options)
         self._sampling = vllm.SamplingParams(temperature=0, max_tokens=spec.max_new_tokens)
@@ -148,7 +148,7 @@ class VllmEngine:
             {
                 "prompt": prompt_text(self.processor, question),
                 "multi_modal_data": {"image": pictures[index]},
-                "mm_processor_kwargs": {"stacktok": {"query": question}},
+                "mm_processor_kwargs": {"stacktok": {"question": question}},
             }
             for index, question in rows
         ]

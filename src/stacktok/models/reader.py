@@ -51,7 +51,7 @@ class PromptReader:
         turn = self._turn(self.tokenizer.decode(ids, skip_special_tokens=False))
         return self.adapter.query_words(without_special_tokens(self.adapter.user_text(turn), self.tokenizer))
 
-    def prompt_rows(self, ids: Sequence[int], words: Sequence[str]) -> list[int]:
+    def prompt_rows(self, ids: Sequence[int], words: Sequence[str], question: str | None = None) -> list[int]:
         """Those of a prompt's token ids that query words are made of, as they stand in the last user turn.
 
         Parameters
@@ -60,9 +60,11 @@ class PromptReader:
             The prompt, without placeholders and padding.
         words
             The query's; those that do not stand there are left out.
+        question
+            The user's text, where it is known: where it stands in the prompt, no turn is looked for.
         """
         text = self.tokenizer.decode(ids, skip_special_tokens=False)
-        turn = self._turn(text)
+        turn = question if question and question in text else self._turn(text)
         first = text.rfind(turn)
         spans = [(first + start, first + stop) for start, stop in spans_of_words(turn, words)]
 

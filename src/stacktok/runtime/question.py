@@ -85,10 +85,10 @@ class QuestionReader(PromptReader):
                     "the query cannot be read from inputs_embeds; pass input_ids, or set pruned.query to a text, "
                     "embeddings or None"
                 )
-            words = self.prompt_words(prompt)
+            known, words = None, self.prompt_words(prompt)
         else:
-            words = self.question_words(str(query))
-        ids = self.prompt_rows(prompt, words) if self.rows == "prompt" and prompt is not None else []
+            known, words = str(query), self.question_words(str(query))
+        ids = self.prompt_rows(prompt, words, known) if self.rows == "prompt" and prompt is not None else []
         # A query of one's own need not stand in the prompt.
         ids = ids or word_ids(self.tokenizer, words, keep_blanks=self.keep_blanks)
         embeddings = self.model.get_input_embeddings()(torch.tensor(ids, dtype=torch.long, device=device))

@@ -73,6 +73,8 @@ def server_arguments(
     own = engine_arguments(model_type, **settings, own_arguments_only=not trusted)
     flags = ["--model", model, "--hf-overrides", json.dumps({**overrides, **own["hf_overrides"]})]
     flags += ["--worker-extension-cls", own["worker_extension_cls"]]
+    if "--tokenizer-mode" not in given:
+        flags += ["--tokenizer-mode", own["tokenizer_mode"]]
     for middleware in MIDDLEWARE:
         flags += ["--middleware", middleware]
     if not any(flag.startswith("--limit-mm-per-prompt") for flag in given):

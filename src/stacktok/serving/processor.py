@@ -142,9 +142,12 @@ class PrunedProcessor(Base):
             return []
         if options.from_prompt:
             text = [token for token in prompt if token not in self._placeholders]
-            words = self._reader.prompt_words(text)
+            known = options.question
+            words = self._reader.prompt_words(text) if known is None else self._reader.question_words(known)
             if self.settings.method.query_rows == "prompt":
-                return self._reader.prompt_rows(text, words)[-QUERY_ROWS:]
+                rows = self._reader.prompt_rows(text, words, known)[-QUERY_ROWS:]
+                if rows:
+                    return rows
             return prompt_ids(words, self._ids_of)
         return own_ids(self._reader.question_words(str(options.query)), self._ids_of)
 

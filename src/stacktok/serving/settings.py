@@ -21,6 +21,9 @@ from stacktok.serving.question import QUERY_CHARACTERS
 KEY = "stacktok"
 """Name of our entry in ``hf_overrides`` and in ``mm_processor_kwargs``."""
 
+TOKENIZER_MODE = "stacktok"
+"""Name under which vLLM knows our renderer of chats, beside transformers' tokenizer."""
+
 CACHE_MEGABYTES = 512
 """Default size of the cache of unpruned encoder outputs."""
 
@@ -78,11 +81,14 @@ class RequestOptions:
         The words that the selector looks for, None for none; only used where ``from_prompt`` is not set.
     from_prompt
         The query is the request's own user text.
+    question
+        That text, where it is known; None where it is to be read from the prompt.
     """
 
     budget: Budget | None
     query: str | None = None
     from_prompt: bool = True
+    question: str | None = None
 
     @classmethod
     def read(cls, entry: object, default: Budget | None) -> RequestOptions:
@@ -91,17 +97,21 @@ class RequestOptions:
         Parameters
         ----------
         entry
-            The ``stacktok`` entry of its ``mm_processor_kwargs``, with any of ``budget`` and ``query``; None for none.
+            The ``stacktok`` entry of its ``mm_processor_kwargs``, with any of ``budget``, ``query`` and ``question``;
+            None for none.
         default
             The server's budget.
         """
         if entry is None:
             return cls(default)
-        given = _mapping(entry, "mm_processor_kwargs", ("budget", "query"))
+        given = _mapping(entry, "mm_processor_kwargs", ("budget", "query", "question"))
         budget = given.get("budget", default)
         check_budget(budget)
+        question = given.get("question")
+        if not (question is None or isinstance(question, str)):
+            raise TypeError(f"question has type {type(question).__name__}; give a text, or leave it out")
         if "query" not in given:
-            return cls(budget)
+            return cls(budget, question=question)
         query = given["query"]
         if not (query is None or isinstance(query, str)):
             raise TypeError(f"query has type {type(query).__name__}; give a text, or null to select without a question")
@@ -205,6 +215,7 @@ def engine_arguments(
     return {
         "hf_overrides": {"architectures": [known[model_type].architecture], KEY: entry},
         "worker_extension_cls": "stacktok.serving.worker.CountersExtension",
+        "tokenizer_mode": TOKENIZER_MODE,
     }
 
 
