@@ -7,7 +7,10 @@ of Mistral 3 and Gemma 4 cannot be imported at all. Images need none of it.
 from __future__ import annotations
 
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
+
+from stacktok.models.registry import adapter_for
 
 # Of this family's processor only the checkpoint's own files know the class.
 _CLASSES = {"glm_ocr": "Glm46VProcessor"}
@@ -37,7 +40,7 @@ def images_class(config: Any) -> Any:
     tower = getattr(getattr(config, "vision_config", None), "model_type", None)
     if config.model_type == "gemma4" or tower == "pixtral":
         own: Any = import_module("stacktok.models.image_processors")
-        return own.Gemma4Processor if config.model_type == "gemma4" else own.PixtralProcessor
+        return own.layout_processor(config, adapter_for(SimpleNamespace(config=config)))
     transformers: Any = import_module("transformers")
     names: Any = import_module("transformers.models.auto.processing_auto").PROCESSOR_MAPPING_NAMES
     kind = getattr(transformers, _CLASSES.get(config.model_type) or names.get(config.model_type) or "", None)
