@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from stacktok.bench.flops import language_work, work_of
 from stacktok.bench.measure import cache_bytes
 from stacktok.bench.presets import preset_config, processed
 from stacktok.models.registry import BUILT_IN, adapter_for
+from tests.bench.published import PUBLISHED
 from tests.core.cases import affinities
 from tests.tiny import MROPE, build, picture
 from tests.tiny_tiles import TILES
@@ -114,38 +116,50 @@ def test_predictions_grow_with_the_work_and_leave_room_for_measurements() -> Non
     assert all(line.endswith("|  |") for line in list(selection.prediction())[2:])
 
 
-# Billions of parameters without weights in memory, and the tokens that the family's own processor gives a picture.
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_presets_have_the_sizes_of_published_configurations(name: str) -> None:
+    config = json.loads(preset_config(name)[0].to_json_string(use_diff=False))
+    model = PUBLISHED[name]
+    assert config["model_type"] == model.type
+    for part, sizes in ((config["text_config"], model.text), (config["vision_config"], model.vision)):
+        assert {key: part[key] for key in sizes} == sizes
+    assert {key: config[key] for key in model.own} == model.own
+
+
+def test_presets_without_a_published_configuration_are_named() -> None:
+    assert set(PRESETS) - set(PUBLISHED) == {
+        *(f"{family}-1b" for family in ("llava-1.5", "llava-next", "qwen2.5-vl", "gemma3", "gemma4", "mistral3")),
+        "tiny",
+    }
+
+
+# The tokens that the family's own processor gives a picture of the preset's size.
 @pytest.mark.parametrize(
-    ("name", "billions", "tokens"),
+    ("name", "tokens"),
     [
-        ("qwen2-vl-2b", 2.4, 1296),
-        ("qwen3-vl-8b", 8.8, 1024),
-        ("qwen3-vl-30b-a3b", 31.1, 1024),
-        ("qwen3.5-9b", 9.4, 1024),
-        ("internvl3-8b", 7.4, 5 * 256),
-        ("llava-onevision-0.5b", 1.0, 729 + 54 * 55),
-        ("gemma3-4b", 4.3, 256),
-        ("gemma4-1b", 1.1, 256),
-        ("smolvlm2-500m", 0.51, 17 * 64),
-        ("mistral-small-3-24b", 23.3, 36 * 36),
-        ("glm-4.1v-9b", 10.3, 1296),
-        ("glm-ocr-0.9b", 0.8, 1296),
+        ("qwen2-vl-2b", 1296),
+        ("qwen3-vl-8b", 1024),
+        ("qwen3-vl-30b-a3b", 1024),
+        ("qwen3.5-0.8b", 1024),
+        ("internvl3-8b", 5 * 256),
+        ("llava-onevision-0.5b", 729 + 54 * 55),
+        ("gemma3-4b", 256),
+        ("gemma4-1b", 256),
+        ("smolvlm2-500m", 17 * 64),
+        ("mistral-small-3-24b", 36 * 36),
+        ("glm-4.1v-9b", 1296),
+        ("glm-ocr-0.9b", 1296),
     ],
 )
-def test_presets_keep_their_sizes(name: str, billions: float, tokens: int) -> None:
-    import transformers
-
+def test_pictures_of_presets_have_the_tokens_of_their_processor(name: str, tokens: int) -> None:
     config, _ = preset_config(name)
-    with torch.device("meta"):
-        model = transformers.AutoModelForImageTextToText.from_config(config)
-    assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.06)
     _, inputs = processed(PRESETS[name], torch.float32)
     assert int((inputs["input_ids"] == config.image_token_id).sum()) == tokens
 
 
 def test_every_family_has_a_preset_that_fits_a_small_machine() -> None:
     small = {p.family for name, p in PRESETS.items() if p.text[0] <= 2048}
-    relatives = {"idefics3", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v"}
+    relatives = {"idefics3", "glm4v", "glm4v_moe", "glm46v"}
     assert small >= set(BUILT_IN) - relatives
 
 

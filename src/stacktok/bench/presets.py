@@ -54,16 +54,21 @@ _7B, _13B, _1B = (4096, 32, 11008, 32, 32, 32064), (5120, 40, 13824, 40, 40, 320
 _QWEN_7B, _QWEN_HALF = (3584, 28, 18944, 28, 4, 152064), (896, 24, 4864, 14, 2, 151936)
 _QWEN3_TOWER = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16}
 _SMALL_TOWER = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16}
+_TINY_TOWER = {"depth": 12, "hidden_size": 768, "intermediate_size": 3072, "num_heads": 12}
 _INTERN = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
 _PIXTRAL = {**_INTERN, "image_size": 1540, "patch_size": 14}
+_GEMMA4_TOWER = {**_INTERN, "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "head_dim": 72}
+# Whether the embeddings are the head too.
+_TIED, _UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 
 
 def _qwen3(text: tuple[int, int, int, int, int, int], *, small: bool = False, **own: Any) -> Preset:
-    """A Qwen3-VL; the smaller ones have a smaller tower."""
+    """A Qwen3-VL; the smaller ones have a smaller tower, and embeddings that are the head too."""
     tower = {**_SMALL_TOWER, "deepstack_visual_indexes": [5, 11, 17]} if small else _QWEN3_TOWER
     rope = {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True, "rope_theta": 5e6}
     settings = {"head_dim": 128, "rope_parameters": rope, **own}
-    return Preset("qwen3_vl_moe" if own else "qwen3_vl", text, 1024, _QWEN, tower, settings)
+    family = "qwen3_vl_moe" if own else "qwen3_vl"
+    return Preset(family, text, 1024, _QWEN, tower, settings, _TIED if small else {})
 
 
 PRESETS: dict[str, Preset] = {
@@ -73,31 +78,61 @@ PRESETS: dict[str, Preset] = {
     "llava-next-7b": Preset("llava_next", _7B, 672, _NEXT),
     "llava-next-13b": Preset("llava_next", _13B, 672, _NEXT),
     "llava-next-1b": Preset("llava_next", _1B, 672, _NEXT),
-    "qwen2.5-vl-7b": Preset("qwen2_5_vl", (3584, 28, 18944, 28, 4, 152064), 1008, _QWEN),
-    "qwen2.5-vl-1b": Preset("qwen2_5_vl", (896, 24, 4864, 14, 2, 151936), 1008, _QWEN),
+    "qwen2.5-vl-7b": Preset("qwen2_5_vl", _QWEN_7B, 1008, _QWEN),
+    "qwen2.5-vl-1b": Preset("qwen2_5_vl", _QWEN_HALF, 1008, _QWEN),
     "qwen2-vl-7b": Preset("qwen2_vl", _QWEN_7B, 1008, _QWEN, {"hidden_size": 3584}),
-    "qwen2-vl-2b": Preset("qwen2_vl", (1536, 28, 8960, 12, 2, 151936), 1008, _QWEN, {"hidden_size": 1536}),
+    "qwen2-vl-2b": Preset(
+        "qwen2_vl", (1536, 28, 8960, 12, 2, 151936), 1008, _QWEN, {"hidden_size": 1536}, settings=_TIED
+    ),
     "qwen3-vl-30b-a3b": _qwen3(
         (2048, 48, 6144, 32, 4, 151936), num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768
     ),
     "qwen3-vl-8b": _qwen3((4096, 36, 12288, 32, 8, 151936)),
     "qwen3-vl-4b": _qwen3((2560, 36, 9728, 32, 8, 151936), small=True),
     "qwen3-vl-2b": _qwen3((2048, 28, 6144, 16, 8, 151936), small=True),
+    "qwen3.6-35b-a3b": Preset(
+        "qwen3_5_moe",
+        (2048, 40, 512, 16, 2, 248320),
+        1024,
+        _QWEN,
+        _QWEN3_TOWER,
+        {"head_dim": 256, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
+        | {"shared_expert_intermediate_size": 512},
+    ),
     "qwen3.5-9b": Preset("qwen3_5", (4096, 32, 12288, 16, 4, 248320), 1024, _QWEN, _QWEN3_TOWER, {"head_dim": 256}),
-    "qwen3.5-1b": Preset(
+    "qwen3.5-0.8b": Preset(
         "qwen3_5",
         (1024, 24, 3584, 8, 2, 248320),
         1024,
         _QWEN,
-        _QWEN3_TOWER,
+        _TINY_TOWER,
         {"head_dim": 256, "linear_num_value_heads": 16},
+        _TIED,
     ),
-    "internvl3-8b": Preset("internvl", _QWEN_7B, 896, _QWEN, _INTERN),
-    "internvl3-1b": Preset("internvl", _QWEN_HALF, 896, _QWEN, _INTERN),
+    "internvl3-8b": Preset("internvl", (*_QWEN_7B[:5], 151674), 896, _QWEN, _INTERN, settings=_UNTIED),
+    "internvl3-1b": Preset("internvl", (*_QWEN_HALF[:5], 151674), 896, _QWEN, _INTERN, settings=_UNTIED),
     "llava-onevision-7b": Preset("llava_onevision", _QWEN_7B, 768, _QWEN),
-    "llava-onevision-0.5b": Preset("llava_onevision", _QWEN_HALF, 768, _QWEN),
+    "llava-onevision-0.5b": Preset("llava_onevision", _QWEN_HALF, 768, _QWEN, settings=_TIED),
     "gemma3-4b": Preset("gemma3", (2560, 34, 10240, 8, 4, 262208), 896, _QWEN),
     "gemma3-1b": Preset("gemma3", (1152, 26, 6912, 4, 1, 262208), 896, _QWEN),
+    "gemma4-31b": Preset(
+        "gemma4",
+        (5376, 60, 21504, 32, 16, 262144),
+        768,
+        _QWEN,
+        _GEMMA4_TOWER,
+        {"head_dim": 256, "hidden_size_per_layer_input": 0, "sliding_window": 1024}
+        | {"use_bidirectional_attention": "vision", "attention_k_eq_v": True, "num_global_key_value_heads": 4},
+    ),
+    "gemma4-e2b": Preset(
+        "gemma4",
+        (1536, 35, 6144, 8, 1, 262144),
+        768,
+        _QWEN,
+        text_settings={"head_dim": 256, "hidden_size_per_layer_input": 256, "sliding_window": 512}
+        | {"num_kv_shared_layers": 20, "use_double_wide_mlp": True}
+        | {"layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7},
+    ),
     "gemma4-1b": Preset(
         "gemma4",
         (1152, 26, 6912, 4, 1, 32064),
@@ -123,15 +158,18 @@ PRESETS: dict[str, Preset] = {
         settings={"scale_factor": 4},
     ),
     "mistral-small-3-24b": Preset(
-        "mistral3", (5120, 40, 32768, 32, 8, 131072), 1008, _QWEN, _PIXTRAL, {"head_dim": 128}
+        "mistral3", (5120, 40, 32768, 32, 8, 131072), 1008, _QWEN, _PIXTRAL, {"head_dim": 128}, _UNTIED
     ),
-    "mistral3-1b": Preset("mistral3", (2048, 22, 5632, 32, 4, 32064), 1008, _QWEN, _PIXTRAL),
+    "mistral3-1b": Preset("mistral3", _1B, 1008, _QWEN, _PIXTRAL, settings=_UNTIED),
     "glm-4.1v-9b": Preset("glm4v", (4096, 40, 13696, 32, 2, 151552), 1008, _QWEN),
-    "glm-ocr-0.9b": Preset("glm_ocr", (1024, 16, 4096, 16, 8, 59392), 1008, _QWEN),
+    "glm-ocr-0.9b": Preset("glm_ocr", (1536, 16, 4608, 16, 8, 59392), 1008, _QWEN, text_settings={"head_dim": 128}),
     "tiny": Preset("llava", (64, 2, 128, 4, 2, 512), 336, _LLAVA),
 }
 """Those of 1B and less fit two cores and a few gigabytes: small published models, or published vision towers in front
-of language models of 0.5B to 1.1B."""
+of language models of 0.5B to 1.1B. The sizes of published models are those of their ``config.json``
+(tests/bench/published.py). Not published are llava-*-1b, qwen2.5-vl-1b and mistral3-1b (TinyLlama's and Qwen2.5-0.5B's
+language models), gemma3-1b (the language model of that name, which has no tower) and gemma4-1b (the same, with a
+small vocabulary and inputs per layer)."""
 
 
 def preset(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any, dict[str, Any]]:

@@ -99,7 +99,10 @@ def _patches(shape: Preset, question: str, tokenizer_of: Callable[..., Any]) -> 
     else:
         tokens |= {f"vision_{edge}_token_id": ids(f"<|vision_{edge}|>") for edge in ("start", "end")}
     config = getattr(transformers, f"{name}Config")(
-        text_config=_text(shape), vision_config={"out_hidden_size": shape.text[0], **shape.vision}, **tokens
+        text_config=_text(shape),
+        vision_config={"out_hidden_size": shape.text[0], **shape.vision},
+        **tokens,
+        **shape.settings,
     )
     patch = config.vision_config.patch_size
     pixels = shape.image * shape.image * (2 if glm else 1)
@@ -125,6 +128,7 @@ def _internvl(shape: Preset, question: str, tokenizer_of: Callable[..., Any]) ->
         vision_config=shape.vision,
         text_config={"model_type": "qwen2", **_text(shape)},
         image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
+        **shape.settings,
     )
     worker = transformers.GotOcr2ImageProcessorPil(size={"height": 448, "width": 448}, crop_to_patches=True)
     return _made(config, {"image_seq_length": 256}, worker, tokenizer, prompt)
@@ -150,6 +154,7 @@ def _onevision(shape: Preset, question: str, tokenizer_of: Callable[..., Any]) -
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
         video_token_index=tokenizer.convert_tokens_to_ids("<video>"),
         image_grid_pinpoints=shapes,
+        **shape.settings,
     )
     worker = transformers.LlavaOnevisionImageProcessorPil(
         size={"height": 384, "width": 384}, image_grid_pinpoints=shapes
@@ -193,6 +198,7 @@ def _mistral(shape: Preset, question: str, tokenizer_of: Callable[..., Any]) -> 
         image_token_id=tokenizer.convert_tokens_to_ids("[IMG]"),
         vision_feature_layer=-1,
         spatial_merge_size=2,
+        **shape.settings,
     )
     worker = transformers.PixtralImageProcessorPil(size={"longest_edge": shape.vision["image_size"]}, patch_size=14)
     return _made(config, {"patch_size": 14, "spatial_merge_size": 2}, worker, tokenizer, prompt)
