@@ -45,7 +45,7 @@ $(EVAL_STAMP): pyproject.toml constraints.txt
 test-eval: setup-eval
 	HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1 \
 		$(EVAL_BIN)/python -m pytest tests/evaluation/test_lmms.py tests/evaluation/test_scale.py \
-		tests/batch/test_scale.py
+		tests/batch/test_scale.py tests/tune/test_data.py
 
 # vLLM's build for CPUs; its torchvision needs help to load beside a CPU build of torch, its torchaudio cannot be helped.
 setup-vllm: $(VLLM_STAMP)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +65,31 @@ def test_jsonl_and_parquet_give_the_same(folder: Path) -> None:
 
 
 def test_scenes_need_no_file() -> None:
-    samples = read_samples("scenes", limit=400)
-    assert len(samples) == 400
+    samples = read_samples("scenes", limit=60)
+    assert len({sample.group for sample in samples}) == 60
     assert all(sample.answers for sample in samples)
+
+
+def test_a_task_of_lmms_eval_is_read(tmp_path: Path) -> None:
+    pytest.importorskip("lmms_eval", reason="needs lmms-eval: make test-eval")
+    from stacktok.evaluation.scenes_task import write_task
+    from stacktok.scenes import make_scene, questions, render, seed_for
+
+    write_task(tmp_path, "scenes/counting", COUNT)
+    samples = read_samples(str(tmp_path / "stacktok_scenes_counting.yaml"))
+    assert len({sample.group for sample in samples}) == COUNT <= len(samples)
+    scene = make_scene(seed_for("test", 0))
+    asked = next(one for one in questions(scene) if one.family == "counting")
+    assert (samples[0].question, samples[0].answers) == (asked.text, (asked.answer,))
+    assert samples[0].open().tobytes() == render(scene).tobytes()
+    with pytest.raises(ValueError, match="nor a task of lmms-eval; near it are gqa"):
+        read_samples("gqa_of_tomorrow")
+
+
+@pytest.mark.skipif(find_spec("lmms_eval") is not None, reason="lmms-eval is installed here")
+def test_without_lmms_eval_a_task_says_how_to_get_it() -> None:
+    with pytest.raises(ValueError, match=r"'docvqa' is not a csv, .* it needs the package lmms-eval: run `make setup-"):
+        read_samples("docvqa")
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from benchmarks.tune_promise import Recorded, simulate
 
-from stacktok.tune.race import Measured, cheapest, kept_share, race, rungs, split_pictures, verdicts
+from stacktok.tune.race import Measured, cheapest, kept_at_least, race, rungs, split_pictures, verdicts
 
 GROUPS = [str(n // 2) for n in range(400)]
 TRUTH = {"dear": (0.999, 100), "fair": (0.997, 40), "poor": (0.80, 40), "cheap": (0.75, 5)}
@@ -68,12 +69,38 @@ def test_hopeless_settings_are_dropped_early() -> None:
     assert world.asked < 4 * 32 + 2 * (64 + 128 + 200) + 1
 
 
-def test_a_share_without_changes_is_not_taken_for_certain() -> None:
-    share = kept_share(np.ones(60), np.ones(60), [str(n) for n in range(60)])
-    # All of n right has probability p^n: at 2.5 % that is p = 0.025^(1/60).
-    assert share.low == pytest.approx(0.025 ** (1 / 60))
+@pytest.mark.parametrize("missed", [0, 1, 7])
+def test_the_bound_of_one_question_per_picture_is_that_of_clopper_and_pearson(missed: int) -> None:
+    right = np.array([0.0] * missed + [1.0] * (150 - missed))
+    found = kept_at_least(right, np.ones(150), [str(n) for n in range(150)])
+    # The share p of which 150 draws have at most so many misses with a chance of 5 %.
+    chance = sum(math.comb(150, k) * (1 - found) ** k * found ** (150 - k) for k in range(missed + 1))
+    assert chance == pytest.approx(0.05, abs=0.005)
+
+
+def test_questions_on_one_picture_count_as_one() -> None:
+    """Twice the questions with the same outcomes tell nothing new."""
+    right = np.array([0.0, 0.5] + [1.0] * 98)
+    names = [str(n) for n in range(100)]
+    single = kept_at_least(right, np.ones(100), names)
+    double = kept_at_least(np.repeat(right, 2), np.ones(200), [name for name in names for _ in range(2)])
+    assert double == pytest.approx(single)
     with pytest.raises(ValueError, match="no right answer"):
-        kept_share(np.zeros(60), np.zeros(60), [str(n) for n in range(60)])
+        kept_at_least(np.zeros(60), np.zeros(60), [str(n) for n in range(60)])
+
+
+def test_the_bound_holds_for_gains_and_losses_of_clusters() -> None:
+    """Pictures of three questions whose outcomes go together; the kept share is 0.9 by construction."""
+    draw, above = np.random.default_rng(0), 0
+    groups = [str(n // 3) for n in range(240)]
+    for _ in range(300):
+        full = (draw.random(240) < 0.8).astype(float)
+        lost = np.repeat(draw.random(80) < 0.15, 3)
+        gained = np.repeat(draw.random(80) < 0.2, 3)
+        pruned = np.where(full == 1, 1.0 - lost, 1.0 * gained)
+        above += kept_at_least(pruned, full, groups) > 0.85 + 0.2 * 0.2 / 0.8
+    # 5 % of 300 are 15; 25 and more would have a chance below 1 %.
+    assert above < 25
 
 
 def test_the_promise_holds_on_unseen_scenes() -> None:

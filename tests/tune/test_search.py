@@ -139,7 +139,7 @@ def test_the_command_writes_settings_picture_and_page(tmp_path: Path, monkeypatc
     ],
 )
 def test_mistakes_are_one_line(options: Any, message: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    common = ("tune", "--data", "scenes", "--limit", 330, "--out", tmp_path, "--json")
+    common = ("tune", "--data", "scenes", "--limit", 40, "--out", tmp_path, "--json")
     code, out, err = shell(monkeypatch, capsys, *common, *options)
     assert (code, out) == (2, "")
     assert message in err

@@ -171,7 +171,7 @@ def _write(search: Search, found: Found, out: Path, model: str) -> list[Path]:
     measured = {
         "quality": found.quality,
         "kept": round(found.best.kept.estimate, 4),
-        "kept_at_least": round(found.best.kept.low, 4),
+        "kept_at_least": round(found.best.at_least, 4),
         "promised": search.keep,
         "held_out_samples": len(held_out),
         "tokens_per_layer": round(found.best.cost, 1),
@@ -192,11 +192,12 @@ def _print(search: Search, found: Found, written: list[Path]) -> None:
     from rich.table import Table
 
     console = stdout()
-    table = Table("setting", "kept, % [95 %]", "log-prob", "tokens", "speed-up", "", box=None, padding=(0, 2, 0, 0))
+    table = Table("setting", "kept, % [95 %]", "at least", "log-prob", "tokens", "speed-up", "", box=None, padding=(0, 2, 0, 0))
     for row in found.rows:
         note = "recommended" if row is found.best else "" if row.passed else "misses" if row.tested else "not tested"
         speed = f"{found.speed_up(row.setting.key):.2f}x"
-        cells = (_percent(row.kept), f"{row.log_prob.estimate:.3f}", f"{row.cost:.0f}", speed, note)
+        sure = f"{100 * row.at_least:.1f}"
+        cells = (_percent(row.kept), sure, f"{row.log_prob.estimate:.3f}", f"{row.cost:.0f}", speed, note)
         table.add_row(str(row.setting), *cells)
     console.print(
         f"{found.quality} of the full model on {len(found.held_out)} held-out samples: {_percent(found.full)} %",
@@ -208,7 +209,7 @@ def _print(search: Search, found: Found, written: list[Path]) -> None:
     else:
         console.print(
             f"Recommended: {found.best.setting}, {found.speed_up(found.best.setting.key):.2f}x end to end, keeps at "
-            f"least {100 * found.best.kept.low:.1f} %.",
+            f"least {100 * found.best.at_least:.1f} %.",
             highlight=False,
         )
     for path in written:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,9 @@ IMAGE, QUESTION, ANSWER = ("image", "picture", "file", "path"), ("question", "pr
 
 FEWEST = 40
 """Fewest pictures of a search: half are held out, and below 20 of these there is no interval."""
+
+TASK_LIMIT = 500
+"""Documents of a task that are taken where no limit is given."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,9 +55,9 @@ def read_samples(data: str, limit: int | None = None) -> list[Sample]:
     ----------
     data
         A folder with pictures and one questions file (csv or jsonl); such a file, or a parquet file; ``scenes`` for
-        scenes of the dev split; or the name of an lmms-eval task.
+        scenes of the dev split; or an lmms-eval task, by name or by its YAML file.
     limit
-        Take at most this many samples, from the start.
+        Take at most this many samples, from the start; of a task `TASK_LIMIT` where None.
     """
     path = Path(data)
     if path.is_dir():
@@ -63,7 +68,9 @@ def read_samples(data: str, limit: int | None = None) -> list[Sample]:
                 f"data {data} has {len(files)} questions files ({found}); put one csv, jsonl or parquet there"
             )
         path = files[0]
-    if path.is_file():
+    if path.suffix.lower() == ".yaml" and path.is_file():
+        samples = _task(data, limit)
+    elif path.is_file():
         if path.suffix.lower() not in _READERS:
             raise ValueError(f"data {data} is a {path.suffix or 'file'}; give a folder, csv, jsonl or parquet")
         rows = _READERS[path.suffix.lower()](path)
@@ -110,8 +117,6 @@ def _picture(image: Any, path: Path, where: str) -> tuple[str, Callable[[], Any]
     """The name of a picture, and what opens it; a file is looked for now, and read when it is needed."""
     if isinstance(image, Mapping) and image.get("bytes"):
         data = bytes(image["bytes"])
-        import hashlib
-
         return hashlib.sha256(data).hexdigest()[:16], lambda: _opened(data, where)
     name = image.get("path") if isinstance(image, Mapping) else image
     if not isinstance(name, str) or not name.strip():
@@ -169,41 +174,58 @@ _READERS: dict[str, Callable[[Path], Iterator[Mapping[str, Any]]]] = {
 }
 
 
-def _scenes(limit: int) -> list[Sample]:
+def _scenes(count: int) -> list[Sample]:
+    """One question on each of some scenes of the dev split; the kinds of questions take turns."""
     from stacktok.scenes import make_scene, questions, render, seed_for
 
-    samples: list[Sample] = []
-    index = 0
-    while len(samples) < limit:
-        scene = make_scene(seed_for("dev", index))
-        for asked in questions(scene):
-            opener = lambda scene=scene: render(scene)  # noqa: E731
-            samples.append(Sample(len(samples), f"scene-{index}", asked.text, (asked.answer,), opener))
-        index += 1
-    return samples[:limit]
+    samples = []
+    for number in range(count):
+        scene = make_scene(seed_for("dev", number))
+        asked = questions(scene)
+        chosen = asked[number % len(asked)]
+        opener = lambda scene=scene: render(scene)  # noqa: E731
+        samples.append(Sample(number, f"scene-{number}", chosen.text, (chosen.answer,), opener))
+    return samples
 
 
-def _task(name: str, limit: int | None) -> list[Sample]:
-    """Documents of an lmms-eval task with one picture each, in order."""
+def _task(data: str, limit: int | None) -> list[Sample]:
+    """Documents of an lmms-eval task with one picture each, in order; a task by name or by its YAML file."""
     from stacktok.evaluation.lmms_plugin import require_lmms_eval
     from stacktok.models.pictures import rgb
 
-    require_lmms_eval()
+    require_lmms_eval(f"data {data!r} is not a csv, jsonl or parquet file here; as a task it")
     from lmms_eval.tasks import TaskManager, get_task_dict
+    from loguru import logger
 
+    logger.disable("lmms_eval")
+    path = Path(data)
+    if path.is_file():
+        manager = TaskManager("ERROR", include_path=str(path.parent), include_defaults=False)
+        lines = path.read_text(encoding="utf-8").splitlines()
+        name = next((line[5:].strip() for line in lines if line.startswith("task:")), path.stem)
+    else:
+        manager, name = TaskManager("ERROR"), data
+    if name not in manager.all_tasks:
+        near = get_close_matches(name, manager.all_tasks, 3)
+        also = f"; near it are {', '.join(near)}" if near else ""
+        raise ValueError(f"data {data!r} is neither a file or folder here nor a task of lmms-eval{also}")
     try:
-        task = get_task_dict([name], TaskManager("ERROR"))[name]
-    except (KeyError, ValueError, FileNotFoundError) as error:
-        raise ValueError(f"data {name!r} is neither a file here nor a task of lmms-eval: {error}") from None
+        task = get_task_dict([name], manager)[name]
+    except (OSError, ValueError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(f"data of the task {name!r} cannot be loaded: {reason}") from None
     documents = task.test_docs() if task.has_test_docs() else task.validation_docs()
     samples = []
     for number, document in enumerate(documents):
-        if limit is not None and number == limit:
+        if number == (limit or TASK_LIMIT):
             break
+        pictures = [rgb(one) for one in task.doc_to_visual(document)]
+        if len(pictures) != 1:
+            raise ValueError(f"task {name!r}, document {number + 1} has {len(pictures)} pictures; give a task with one")
         target = task.doc_to_target(document)
         answers = target if isinstance(target, (list, tuple)) else [] if target is None else [target]
         opener = lambda document=document: rgb(task.doc_to_visual(document)[0])  # noqa: E731
+        group = hashlib.sha256(repr(pictures[0].size).encode() + pictures[0].tobytes()).hexdigest()[:16]
         text = str(task.doc_to_text(document)).strip()
-        group = str(next((document[key] for key in ("image_id", "imageId", "img_id") if key in document), number))
         samples.append(Sample(number, group, text, tuple(map(str, answers)), opener))
     return samples

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stacktok.evaluation.statistics import (
-    SMALLEST_BOOTSTRAP,
     Interval,
+    lower_bound,
     mean_interval,
     paired_comparison,
     percentile_interval,
@@ -66,7 +66,9 @@ class Verdict(Generic[Key]):
     setting
         Which.
     kept
-        Quality over that of the full model.
+        Quality over that of the full model, with a 95 % interval.
+    at_least
+        Its one-sided lower bound, 95 %.
     log_prob
         Mean log-probability of the full model's answer.
     cost
@@ -77,6 +79,7 @@ class Verdict(Generic[Key]):
 
     setting: Key
     kept: Interval
+    at_least: float
     log_prob: Interval
     cost: float
     tested: bool
@@ -94,28 +97,38 @@ def split_pictures(groups: Sequence[str], seed: int = 0, share: float = SEARCH) 
 
 
 def kept_share(pruned: Floats, full: Floats, groups: Sequence[str], confidence: float = 0.95) -> Interval:
-    """Quality over that of the full model on the same samples, pictures resampled.
+    """Quality over that of the full model on the same samples, with an interval from resampling pictures.
 
-    The lower end is lowered by one sample, as far as few changes among many samples can deceive; where no sample
-    differs, it is that of a share of which nothing was missed, exact, by pictures.
+    Parameters
+    ----------
+    pruned, full
+        Quality of every sample, (N,).
+    groups
+        Picture of every sample.
+    confidence
+        Of the interval.
     """
+    sums = _by_picture(pruned, full, groups)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        means = resampled_means(sums, np.ones_like(sums))
+        ratios = means[:, 0] / means[:, 1]
+    estimate = float(pruned.sum() / full.sum())
+    return percentile_interval(estimate, ratios[np.isfinite(ratios)], len(sums), confidence)
+
+
+def kept_at_least(pruned: Floats, full: Floats, groups: Sequence[str], confidence: float = 0.95) -> float:
+    """The one-sided lower bound of the kept share on which a promise rests; parameters as in `kept_share`."""
+    return lower_bound(_by_picture(pruned, full, groups), confidence)
+
+
+def _by_picture(pruned: Floats, full: Floats, groups: Sequence[str]) -> Floats:
+    """Both qualities, summed over every picture's samples, (P, 2)."""
     if full.sum() <= 0:
         raise ValueError(
             "the full model has no right answer, so that nothing can be kept of its quality; check the data"
         )
     _, labels = np.unique(np.asarray(groups), return_inverse=True)
-    sums = np.stack([np.bincount(labels, weights=own) for own in (pruned, full)], axis=1)
-    units = len(sums)
-    estimate = float(pruned.sum() / full.sum())
-    with np.errstate(invalid="ignore", divide="ignore"):
-        means = resampled_means(sums, np.ones_like(sums))
-        ratios = means[:, 0] / means[:, 1]
-    found = percentile_interval(estimate, ratios[np.isfinite(ratios)], units, confidence)
-    if found.known:
-        return Interval(estimate, found.low - 1 / float(full.sum()), found.high)
-    if units < SMALLEST_BOOTSTRAP:
-        return found
-    return Interval(estimate, estimate * ((1 - confidence) / 2) ** (1 / units), estimate)
+    return np.stack([np.bincount(labels, weights=own) for own in (pruned, full)], axis=1)
 
 
 def rungs(count: int, first: int) -> list[int]:
@@ -168,20 +181,21 @@ def race(
         found = measure(left, part)
         own, reference = [groups[n] for n in part], full[part]
         shares = {key: kept_share(found[key].quality, reference, own) for key in left}
+        bounds = {key: kept_at_least(found[key].quality, reference, own) for key in left}
         left = [key for key in left if not shares[key].high < keep] or left
         left = _unbeaten(left, found, own)
         wanted = finalists if number == len(sizes) - 1 else max(finalists, math.ceil(len(left) / 2))
-        left = _promising(left, found, shares, keep)[:wanted]
+        left = _promising(left, found, shares, bounds, keep)[:wanted]
         rung_done(size, left)
-    return sorted(left, key=lambda key: (-_low(shares[key]), float(found[key].cost.mean())))
-
-
-def _low(share: Interval) -> float:
-    return share.low if share.known else share.estimate - 1
+    return sorted(left, key=lambda key: (-bounds[key], float(found[key].cost.mean())))
 
 
 def _promising(
-    left: Sequence[Key], found: Mapping[Key, Measured], shares: Mapping[Key, Interval], keep: float
+    left: Sequence[Key],
+    found: Mapping[Key, Measured],
+    shares: Mapping[Key, Interval],
+    bounds: Mapping[Key, float],
+    keep: float,
 ) -> list[Key]:
     """Settings by promise: those that seem to meet it by cost, each budget's best first, then the others by quality."""
 
@@ -194,7 +208,7 @@ def _promising(
     ordered = sorted(left, key=rank)
     feasible = [key for key in ordered if shares[key].estimate >= keep]
     # The cheapest may owe its place to luck: the safest setting stays in the race as well.
-    safest = max(feasible, key=lambda key: (_low(shares[key]), -float(found[key].cost.mean())), default=None)
+    safest = max(feasible, key=lambda key: (bounds[key], -float(found[key].cost.mean())), default=None)
     if safest is not None:
         ordered.remove(safest)
         ordered.insert(1 if ordered and shares[ordered[0]].estimate >= keep else 0, safest)
@@ -248,13 +262,14 @@ def verdicts(
     open_ = True
     for key in finalists:
         share = kept_share(found[key].quality, full, groups)
-        passed = open_ and share.known and share.low >= keep
+        bound = kept_at_least(found[key].quality, full, groups)
+        passed = open_ and bound >= keep
         likelihood = mean_interval(found[key].log_prob, groups=list(groups))
-        rows.append(Verdict(key, share, likelihood, float(found[key].cost.mean()), open_, passed))
+        rows.append(Verdict(key, share, bound, likelihood, float(found[key].cost.mean()), open_, passed))
         open_ = passed
     return rows
 
 
 def cheapest(rows: Sequence[Verdict[Key]]) -> Verdict[Key] | None:
     """The recommendation: the cheapest setting that passed; None where none did."""
-    return min((row for row in rows if row.passed), key=lambda row: (row.cost, -row.kept.low), default=None)
+    return min((row for row in rows if row.passed), key=lambda row: (row.cost, -row.at_least), default=None)

@@ -262,6 +262,7 @@ class Search:
                 {
                     "setting": str(row.setting),
                     "kept": _plain(row.kept),
+                    "kept_at_least": round(row.at_least, 6),
                     "log_prob": _plain(row.log_prob),
                     "tokens": row.cost,
                     "tested": row.tested,
