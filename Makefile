@@ -71,7 +71,8 @@ $(TRITON_STAMP): pyproject.toml constraints.txt
 	touch $(TRITON_STAMP)
 
 test-triton: setup-triton
-	TRITON_INTERPRET=1 $(TRITON_BIN)/python -m pytest tests/kernels
+	TRITON_INTERPRET=1 $(TRITON_BIN)/python -m pytest tests/kernels \
+		tests/check/test_model.py::test_the_backend_for_gpus_is_held_against_the_reference_where_it_can_run
 	$(TRITON_BIN)/python benchmarks/kernel_resources.py
 
 # The lowest version of every requirement that the package declares; torch stays as in constraints.txt.

@@ -1,35 +1,33 @@
 """How often `stacktok tune` breaks its promise: repetitions on recorded outcomes of the embedded models.
 
-Every repetition draws scenes as a user's data, searches and recommends on them, and looks at what the recommended
-setting keeps of the full model on all other scenes. No model runs: outcomes are the committed cells of the plan
-`embedded` (docs/results/embedded).
+    python benchmarks/tune_promise.py [--repetitions 200] [--samples 300 500] [--keep 0.95 0.98]
+
+The record (docs/results/tune, written by `benchmarks/tune_race.py save`) holds every setting on scenes of which nothing
+was known when the bound was chosen. Each repetition draws a user's samples from it at random, with replacement: a draw
+is a picture of its own, as if the record were the world, and so what a setting keeps in truth is known exactly, on all
+of its scenes. The search runs on these samples as the command does; the promise is broken where the recommended setting
+keeps less in truth than was promised.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from stacktok.evaluation.cells import Results
 from stacktok.tune.race import Floats, Measured, cheapest, race, split_pictures, verdicts
 
-METHODS = (
-    *("StackTok", "MMTok", "DivPrune", "CDPruner", "VisionZip", "random", "uniform grid", "average pooling"),
-    *("FastV", "SparseVLM"),
-)
-"""Labels of the settings that take part, at all budgets and positions of the plan."""
-
-FOLDER = Path(__file__).parents[1] / "docs" / "results" / "embedded"
+FOLDER = Path(__file__).parents[1] / "docs" / "results" / "tune"
 
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """Outcomes of every setting of one model on every question.
+    """Outcomes of every setting of one model on every scene.
 
     Attributes
     ----------
@@ -37,96 +35,87 @@ class Recorded:
         Of every setting, and of the full model, (N,): right answers, or for faithfulness unchanged ones.
     cost
         Tokens per layer.
-    groups
-        Scene of every question.
     """
 
     quality: dict[str, Floats]
     full: Floats
-    cost: dict[str, Floats]
-    groups: list[str]
+    cost: dict[str, float]
 
     @classmethod
     def read(cls, model: str, *, labels: bool, folder: Path = FOLDER) -> Recorded:
-        """The cells of a model.
+        """The record of a model: right answers, or without labels unchanged ones."""
+        values = json.loads((folder / f"{model}.json").read_text(encoding="utf-8"))
+        column = "score" if labels else "unchanged"
+        quality = {name: _digits(own[column]) for name, own in values["settings"].items()}
+        full = _digits(values["full"])
+        return cls(
+            quality,
+            full if labels else np.ones_like(full),
+            {name: own["tokens"] for name, own in values["settings"].items()},
+        )
 
-        Without labels, only questions that the full model answers rightly are taken: what it answers to these is
-        known from scores alone, and so is whether a pruned model changes it.
-        """
-        results = [one for one in Results(folder).read() if one["settings"]["model"] == model]
-        full = next(one for one in results if one["settings"]["method"] is None)["items"]
-        right = np.array(full["score"], dtype=np.float64)
-        taken = np.arange(len(right)) if labels else np.flatnonzero(right)
-        quality, cost = {}, {}
-        for one in results:
-            settings, items = one["settings"], one["items"]
-            if settings["label"] not in METHODS or settings.get("condition"):
-                continue
-            name = f"{settings['label']}, {settings['budget']}, {settings['positions']}"
-            quality[name] = np.array(items["score"], dtype=np.float64)[taken]
-            tokens = items.get("tokens_per_layer") or items.get("tokens") or [settings["budget"]] * len(right)
-            cost[name] = np.array(tokens, dtype=np.float64)[taken]
-        return cls(quality, right[taken], cost, [str(full["group"][n]) for n in taken])
-
-    def measure(self, settings: Sequence[str], samples: Sequence[int]) -> dict[str, Measured]:
-        """Outcomes of settings on samples; log-probabilities were not recorded."""
-        part = list(samples)
-        nothing = np.zeros(len(part))
-        return {name: Measured(self.quality[name][part], nothing, self.cost[name][part]) for name in settings}
+    def kept(self, name: str) -> float:
+        """What a setting keeps on all scenes."""
+        return float(self.quality[name].sum() / self.full.sum())
 
 
-def repetition(recorded: Recorded, scenes: int, keep: float, seed: int) -> tuple[str | None, float]:
-    """The recommendation on some scenes, and what it keeps on all others; (None, NaN) where there is none."""
-    draw = np.random.default_rng(seed)
-    names = sorted(set(recorded.groups))
-    own = set(draw.choice(names, size=scenes, replace=False).tolist())
-    inside = [n for n, group in enumerate(recorded.groups) if group in own]
-    outside = [n for n, group in enumerate(recorded.groups) if group not in own]
-    groups = [recorded.groups[n] for n in inside]
+def _digits(text: str) -> Floats:
+    return np.array([int(one) for one in text], dtype=np.float64)
+
+
+def repetition(recorded: Recorded, samples: int, keep: float, seed: int) -> str | None:
+    """The recommendation on a user's samples; None where there is none."""
+    drawn = np.random.default_rng(seed).integers(len(recorded.full), size=samples)
+    groups = [str(n) for n in range(samples)]
     search, held_out = split_pictures(groups, seed)
 
-    def measure(settings: Sequence[str], samples: Sequence[int]) -> dict[str, Measured]:
-        return recorded.measure(settings, [inside[n] for n in samples])
+    def measure(settings: Sequence[str], numbers: Sequence[int]) -> dict[str, Measured]:
+        part, nothing = drawn[list(numbers)], np.zeros(len(numbers))
+        return {
+            name: Measured(recorded.quality[name][part], nothing, np.full(len(part), recorded.cost[name]))
+            for name in settings
+        }
 
-    full = recorded.full[inside]
+    full = recorded.full[drawn]
     finalists = race(list(recorded.quality), measure, full, groups, search, keep)
     rows = verdicts(finalists, measure(finalists, held_out), full[held_out], [groups[n] for n in held_out], keep)
     best = cheapest(rows)
-    if best is None:
-        return None, float("nan")
-    return best.setting, float(recorded.quality[best.setting][outside].sum() / recorded.full[outside].sum())
+    return None if best is None else best.setting
 
 
-def simulate(recorded: Recorded, scenes: int, keep: float, repetitions: int) -> dict[str, object]:
-    """Repetitions with different scenes: how often there is a recommendation, and how often it breaks its promise."""
-    found = [repetition(recorded, scenes, keep, seed) for seed in range(repetitions)]
-    made = [(name, kept) for name, kept in found if name is not None]
-    broken = [kept for _, kept in made if kept < keep]
-    names = [name for name, _ in made]
-    common = max(set(names), key=names.count) if names else None
+def simulate(recorded: Recorded, samples: int, keep: float, repetitions: int) -> dict[str, object]:
+    """Repetitions with other samples: how often there is a recommendation, and how often it breaks its promise."""
+    found = [repetition(recorded, samples, keep, seed) for seed in range(repetitions)]
+    made = [name for name in found if name is not None]
+    kept = [recorded.kept(name) for name in made]
     return {
         "repetitions": repetitions,
         "recommendations": len(made),
-        "broken": len(broken),
-        "worst": round(min((kept for _, kept in made), default=float("nan")), 4),
-        "most frequent": common,
+        "broken": sum(one < keep for one in kept),
+        "worst": round(min(kept), 4) if kept else None,
+        "mean tokens": round(float(np.mean([recorded.cost[name] for name in made])), 1) if made else None,
+        "most frequent": Counter(made).most_common(1)[0] if made else None,
     }
 
 
 def main() -> None:
-    """Print a row per model, kind of quality and promise."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Print a row per model, kind of quality, number of samples and promise."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=["llava", "llava_next"])
     parser.add_argument("--repetitions", type=int, default=200)
-    parser.add_argument("--scenes", type=int, default=140)
-    parser.add_argument("--keep", type=float, nargs="*", default=[0.95, 0.98, 0.9])
+    parser.add_argument("--samples", type=int, nargs="*", default=[300, 500])
+    parser.add_argument("--keep", type=float, nargs="*", default=[0.95, 0.98])
     given = parser.parse_args()
-    for keep in given.keep:
+    for model in given.models:
         for labels in (True, False):
-            for model in ("embedded LLaVA", "embedded LLaVA-NeXT"):
-                recorded = Recorded.read(model, labels=labels)
-                row = simulate(recorded, given.scenes, keep, given.repetitions)
-                kind = "labels" if labels else "faithfulness"
-                print(json.dumps({"model": model, "quality": kind, "keep": keep, **row}), flush=True)
+            recorded = Recorded.read(model, labels=labels)
+            for samples in given.samples:
+                for keep in given.keep:
+                    able = sum(recorded.kept(name) >= keep for name in recorded.quality)
+                    row = simulate(recorded, samples, keep, given.repetitions)
+                    kind = "accuracy" if labels else "unchanged answers"
+                    head = {"model": model, "quality": kind, "samples": samples, "keep": keep, "settings able": able}
+                    print(json.dumps(head | row), flush=True)
 
 
 if __name__ == "__main__":

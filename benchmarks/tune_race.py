@@ -3,12 +3,12 @@
     python benchmarks/tune_race.py race  llava --out FOLDER     # as the command does
     python benchmarks/tune_race.py every llava --out FOLDER     # every setting on every sample
     python benchmarks/tune_race.py compare llava --out FOLDER   # both times, both recommendations
-    python benchmarks/tune_race.py save llava --out FOLDER... --into FILE   # outcomes of every cell, for tune_promise.py
+    python benchmarks/tune_race.py save llava --out FOLDER... --into FILE   # outcomes, for tune_promise.py
 
-Ten methods at six budgets with kept positions, one question on each scene; scenes of the test split from number 1000 on,
-which no other result of this package uses. Both runs go on where they were when they are started again. Times are those
-of measuring alone (loading and timing of finalists left out), of one thread; processor time is believable on a busy
-machine.
+Ten methods at six budgets with kept positions, one question on each scene; scenes of the test split from number 1000
+on, which no other result of this package uses. Both runs go on where they were when they are started again. Times are
+those of measuring alone (loading and timing of finalists left out), of one thread; processor time is believable on a
+busy machine.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -140,6 +142,16 @@ def test_a_backend_with_another_tie_rule_is_found(monkeypatch: pytest.MonkeyPatc
     planted = SimpleNamespace(precompute=reference.precompute, greedy=flipped, refine=reference.refine)
     monkeypatch.setattr(greedy, "get_backend", lambda name: original(name) if name == "reference" else planted)
     assert "than the reference" in failed(outcomes())[CPU]
+
+
+def test_the_backend_for_gpus_is_held_against_the_reference_where_it_can_run() -> None:
+    """Triton interprets the kernels in the environment of `make test-triton`; elsewhere the row says why not."""
+    (row,) = (row for row in outcomes().rows if row.name == "backend triton equals the reference to the bit")
+    if find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1":
+        assert (row.status, row.detail) == ("pass", "4 selections")
+    else:
+        assert row.status == "skipped"
+        assert row.detail.startswith("not available here: ")
 
 
 def test_an_error_inside_a_check_is_its_outcome_and_names_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from stacktok import Coverage, StackTok, methods
@@ -69,13 +70,23 @@ def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
         methods.load(tmp_path / "none.yaml")
 
 
-def test_ask_takes_it(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_ask_and_batch_take_it(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     tiny = build("llava")
     tiny.model.save_pretrained(tmp_path / "model")
     tiny.processor.save_pretrained(tmp_path / "model")
     picture(90, 90).save(tmp_path / "one.png")
     path = tmp_path / "stacktok.yaml"
     path.write_text(settings_text(methods.DivPrune(budget=5)))
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"id": "a", "image": "one.png"}))
+    rows = ("batch", "--model", tmp_path / "model", "--data", tmp_path / "rows.jsonl", "--out", tmp_path / "out")
+    code, _, err = shell(
+        monkeypatch, capsys, *rows, "--question", "What?", "--settings", path, "--max-new-tokens", 2, "--json"
+    )
+    assert code == 0, err
+    (shard,) = (tmp_path / "out").glob("*.parquet")
+    assert pq.read_table(shard).to_pylist()[0]["tokens_after"] == 5
+    code, _, err = shell(monkeypatch, capsys, *rows, "--question", "What?", "--settings", path, "--method", "random")
+    assert (code, "leave --method out" in err) == (2, True)
     common = ("ask", "--model", tmp_path / "model", "--image", tmp_path / "one.png", "--question", "What?", "--json")
     code, out, _ = shell(monkeypatch, capsys, *common, "--settings", path, "--max-new-tokens", 2)
     assert code == 0

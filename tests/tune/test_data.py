@@ -107,10 +107,14 @@ def test_a_wrong_row_is_named(folder: Path, changes: dict[str, Any], message: st
         read_samples(str(folder))
 
 
-def test_an_unreadable_picture_is_named_when_it_is_opened(folder: Path) -> None:
+def test_unreadable_pictures_are_named_before_anything_runs(folder: Path) -> None:
     (folder / "5.png").write_bytes(b"nothing")
-    with pytest.raises(ValueError, match="sample 6: the picture cannot be read"):
-        read_samples(str(folder))[5].open()
+    with pytest.raises(ValueError, match=r"sample 6: the picture cannot be read \(.*leave the sample out$"):
+        read_samples(str(folder))
+    whole = (folder / "9.png").read_bytes()
+    (folder / "9.png").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"sample 6: .* \(1 more cannot be read\)$"):
+        read_samples(str(folder))
 
 
 def test_other_mistakes_are_one_line(folder: Path) -> None:
@@ -123,6 +127,12 @@ def test_other_mistakes_are_one_line(folder: Path) -> None:
     (folder / "more.jsonl").write_text("{")
     with pytest.raises(ValueError, match="line 1 is not a JSON object"):
         read_samples(str(folder / "more.jsonl"))
+    (folder / "more.jsonl").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="not a jsonl file in UTF-8"):
+        read_samples(str(folder / "more.jsonl"))
+    write(folder / "few.csv", [{"picture": "0.png", "caption": "a cat"}])
+    with pytest.raises(ValueError, match="has the columns picture, caption; give one called 'question'"):
+        read_samples(str(folder / "few.csv"))
     (folder / "bad.parquet").write_bytes(io.BytesIO(b"no").getvalue())
     with pytest.raises(ValueError, match="not a parquet file"):
         read_samples(str(folder / "bad.parquet"))

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +77,7 @@ def test_a_killed_search_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytes
     measure = own.measure
 
     def counting(settings: Any, chunk: Any, full: Any) -> Any:
-        if len(measured) == 2:
+        if len(measured) == 3:
             raise KilledError
         measured.append(len(chunk))
         return measure(settings, chunk, full)
@@ -145,18 +149,80 @@ def test_mistakes_are_one_line(options: Any, message: str, tmp_path: Path, monke
     assert message in err
 
 
-def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = engine()
-    runner = search(tmp_path, own)
-    first = search(tmp_path, own)
-    first.run()
-    before = (tmp_path / "journal.jsonl").read_text()
-    from stacktok.tune import run
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A tiny model and a folder of pictures with questions."""
+    tiny = build("llava")
+    tiny.model.save_pretrained(tmp_path / "model")
+    tiny.processor.save_pretrained(tmp_path / "model")
+    lines = []
+    for number in range(80):
+        picture(60, 60, number).save(tmp_path / f"{number}.png")
+        lines.append(json.dumps({"image": f"{number}.png", "question": "Is there a dog?"}))
+    (tmp_path / "q.jsonl").write_text("\n".join(lines))
+    return tmp_path
 
-    def full(path: Path, values: Any) -> None:
-        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(run, "write_whole", full)
-    with pytest.raises(OSError, match="No space left"):
-        runner.run()
-    assert (tmp_path / "journal.jsonl").read_text() == before
+def command(data: Path, out: str = "out") -> tuple[Any, ...]:
+    more = ("--methods", "stacktok,uniform", "--budgets", "30,10", "--keep", 0.05, "--max-new-tokens", 2, "--json")
+    return ("tune", data / "model", "--data", data, "--out", data / out, *more)
+
+
+def test_a_process_that_is_killed_goes_on_where_it_was(data: Path, monkeypatch: Any, capsys: Any) -> None:
+    journal = data / "out" / "journal.jsonl"
+    process = subprocess.Popen([sys.executable, "-m", "stacktok", *map(str, command(data))], stdout=subprocess.DEVNULL)
+    while process.poll() is None and not (journal.is_file() and journal.read_text().count("\n") > 6):
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    before = journal.read_text()
+    code, out, err = shell(monkeypatch, capsys, *command(data))
+    assert code == 0, err
+    assert "going on where the journal ends" in err
+    assert journal.read_text().startswith(before)
+    entries = [json.loads(line) for line in journal.read_text().splitlines() if line.endswith("}}")]
+    measured = [(entry["cell"], entry["chunk"]) for entry in entries]
+    assert len(measured) == len(set(measured))
+    whole = shell(monkeypatch, capsys, *command(data, "whole"))
+    assert "4 settings, 80 samples: at most about" in whole[2]
+    # Times differ, and what is measured does not.
+    found, expected = (
+        [row | {"seconds": 0, "speed_up": 0} for row in json.loads(text)["finalists"]] for text in (out, whole[1])
+    )
+    assert found == expected
+
+
+def test_a_full_disk_is_one_clear_line_and_loses_nothing(data: Path, monkeypatch: Any, capsys: Any) -> None:
+    out = data / "out"
+    out.mkdir()
+    # The kernel's own full device.
+    (out / "journal.jsonl").symlink_to("/dev/full")
+    code, printed, err = shell(monkeypatch, capsys, *command(data))
+    assert (code, printed) == (2, "")
+    line = err.strip().splitlines()[-1]
+    assert line.startswith("stacktok: ")
+    assert "cannot be written any more (No space left on device); what was measured is kept there" in line
+    (out / "journal.jsonl").unlink()
+    code, printed, err = shell(monkeypatch, capsys, *command(data))
+    assert code == 0, err
+    measured = (out / "journal.jsonl").read_text()
+    # Full again while the result is written: nothing is measured twice afterwards.
+    summary = (out / "tune.json").read_text()
+    (out / "changes.html").unlink()
+    (out / "changes.html").symlink_to("/dev/full")
+    code, _, err = shell(monkeypatch, capsys, *command(data))
+    assert (code, "start the same command again" in err) == (2, True)
+    assert (out / "journal.jsonl").read_text() == measured
+    assert json.loads((out / "tune.json").read_text())["recommended"] == json.loads(summary)["recommended"]
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_anything_runs(
+    data: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    (data / "file").write_text("")
+    for out in (data / "file" / "out", Path("/proc/stacktok")):
+        arguments = [out if one == data / "out" else one for one in command(data)]
+        code, printed, err = shell(monkeypatch, capsys, *arguments)
+        assert (code, printed, err.count("\n")) == (2, "", 1)
+        assert f"folder {out} cannot be written" in err
+        assert "give another --out" in err

@@ -385,7 +385,7 @@ class _Checks:
                 f"not available here: {next(iter(str(error).splitlines()), type(error).__name__)}"
             ) from None
         count, device = 0, next(self.model.parameters()).device
-        if name == "triton" and device.type != "cuda":
+        if name == "triton" and device.type != "cuda" and not _interpreting():
             raise SkipError(f"not available here: the model is on {device}, and the backend runs on GPUs")
         for index in range(len(self.samples)):
             result = self.pruned(index).results[0]
@@ -481,6 +481,13 @@ def _hooks(model: Any) -> dict[str, tuple[Any, ...]]:
         plain = tuple(sorted(key for key in own if not key.startswith("_") or key.startswith("_stacktok")))
         found[name] = (len(module._forward_pre_hooks), len(module._forward_hooks), plain, id(own.get("config")))
     return found
+
+
+def _interpreting() -> bool:
+    """Whether Triton interprets kernels, and so takes tensors of the CPU."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
 
 
 def _within(worst: float) -> str:

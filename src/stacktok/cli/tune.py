@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -95,12 +99,27 @@ def tune(
             )
             for line in refused:
                 console.print(line, markup=False, highlight=False)
-            found = search.run()
-        written = _write(search, found, out, model or DEFAULT_MODEL)
+            with _writable(out):
+                found = search.run()
+                written = _write(search, found, out, model or DEFAULT_MODEL)
     if as_json:
         print((out / "tune.json").read_text(encoding="utf-8"))
     else:
         _print(search, found, written)
+
+
+@contextmanager
+def _writable(out: Path) -> Iterator[None]:
+    """Say what to do where files cannot be written any more; all that was measured is in the journal."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        raise ValueError(
+            f"{out} cannot be written any more ({os.strerror(error.errno)}); what was measured is kept there: mend "
+            "that and start the same command again"
+        ) from None
 
 
 def _positions(text: str) -> Any:
@@ -192,7 +211,9 @@ def _print(search: Search, found: Found, written: list[Path]) -> None:
     from rich.table import Table
 
     console = stdout()
-    table = Table("setting", "kept, % [95 %]", "at least", "log-prob", "tokens", "speed-up", "", box=None, padding=(0, 2, 0, 0))
+    table = Table(
+        "setting", "kept, % [95 %]", "at least", "log-prob", "tokens", "speed-up", "", box=None, padding=(0, 2, 0, 0)
+    )
     for row in found.rows:
         note = "recommended" if row is found.best else "" if row.passed else "misses" if row.tested else "not tested"
         speed = f"{found.speed_up(row.setting.key):.2f}x"

@@ -7,7 +7,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +74,7 @@ def read_samples(data: str, limit: int | None = None) -> list[Sample]:
             raise ValueError(f"data {data} is a {path.suffix or 'file'}; give a folder, csv, jsonl or parquet")
         rows = _READERS[path.suffix.lower()](path)
         samples = list(_samples(path, rows, limit))
+        _check_pictures(samples)
     elif data == "scenes":
         samples = _scenes(limit or 300)
     elif "/" in data or "\\" in data or path.suffix:
@@ -104,6 +104,19 @@ def _samples(path: Path, rows: Iterator[Mapping[str, Any]], limit: int | None) -
         given = answer if isinstance(answer, (list, tuple)) else [] if answer is None else [answer]
         group, opener = _picture(image, path, where)
         yield Sample(number, group, question.strip(), tuple(str(one) for one in given), opener)
+
+
+def _check_pictures(samples: Sequence[Sample]) -> None:
+    """Open every picture once: one that cannot be read is told before anything is measured."""
+    wrong = []
+    for sample in {sample.group: sample for sample in reversed(samples)}.values():
+        try:
+            sample.open()
+        except ValueError as error:
+            wrong.append(str(error))
+    if wrong:
+        more = f" ({len(wrong) - 1} more cannot be read)" if len(wrong) > 1 else ""
+        raise ValueError(wrong[-1] + more)
 
 
 def _column(row: Mapping[str, Any], names: Sequence[str], path: Path) -> Any:
@@ -145,7 +158,11 @@ def _csv(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a jsonl file in UTF-8: {error}") from None
+    for number, line in enumerate(lines):
         if not line.strip():
             continue
         try:
@@ -206,7 +223,7 @@ def _task(data: str, limit: int | None) -> list[Sample]:
     else:
         manager, name = TaskManager("ERROR"), data
     if name not in manager.all_tasks:
-        near = get_close_matches(name, manager.all_tasks, 3)
+        near = sorted(one for one in manager.all_tasks if one.startswith(name[:4]))[:8]
         also = f"; near it are {', '.join(near)}" if near else ""
         raise ValueError(f"data {data!r} is neither a file or folder here nor a task of lmms-eval{also}")
     try:

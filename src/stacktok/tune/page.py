@@ -109,7 +109,8 @@ def page(title: str, lines: Sequence[str], changes: Sequence[tuple[Change, bytes
     head = "".join(f"<p>{escape(line)}</p>" for line in told)
     body = "".join(articles) or "<p>No answer changed on the held-out samples.</p>"
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title>'
         f"<style>{_STYLE}</style></head><body><h1>{escape(title)}</h1>{head}"
         f'<div class="grid">{body}</div></body></html>\n'
     )

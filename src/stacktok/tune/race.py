@@ -19,7 +19,6 @@ from stacktok.evaluation.statistics import (
     Interval,
     lower_bound,
     mean_interval,
-    paired_comparison,
     percentile_interval,
     resampled_means,
 )
@@ -230,7 +229,7 @@ def _unbeaten(left: Sequence[Key], found: Mapping[Key, Measured], groups: Sequen
         rivals.sort(key=lambda other: -float(found[other].quality.mean()))
         beaten = False
         for other in rivals[:3]:
-            difference = paired_comparison(found[other].quality, found[key].quality, groups=groups).difference
+            difference = mean_interval(found[other].quality - found[key].quality, groups=list(groups))
             beaten |= difference.known and difference.low > 0
         if not beaten:
             stays.append(key)

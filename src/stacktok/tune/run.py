@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from stacktok.evaluation.cells import digest_of, write_whole
-from stacktok.evaluation.run import one_run
+from stacktok.evaluation.run import duration, one_run
 from stacktok.evaluation.scenes_loop import Columns, Journal
 from stacktok.evaluation.statistics import Interval, mean_interval
 from stacktok.tune.data import Sample
 from stacktok.tune.engine import Engine, Setting
-from stacktok.tune.race import Floats, Measured, Verdict, cheapest, race, rungs, split_pictures, verdicts
+from stacktok.tune.race import FINALISTS, Floats, Measured, Verdict, cheapest, race, rungs, split_pictures, verdicts
 
 CHUNK = 16
 """Samples that are measured between two entries of the journal, about: pictures stay whole."""
@@ -125,6 +125,7 @@ class Search:
             self._check_folder()
             self.journal = Journal(self.folder / "journal.jsonl")
             self._planned = self._most(len(self.settings))
+            self.report(self._beforehand())
             finalists = race(
                 self.settings,
                 self._measure,
@@ -156,6 +157,20 @@ class Search:
             write_whole(self.folder / "tune.json", self._summary(result))
         return result
 
+    def _beforehand(self) -> str:
+        """How long a new search will take, from all settings on one sample."""
+        sample = self.samples[self.search[0]]
+        if self.journal.get(_Full(), self._chunk_of[sample.number]) is not None:
+            return "going on where the journal ends"
+        begin = time.monotonic()
+        full = self.engine.full([sample])
+        middle = time.monotonic()
+        self.engine.measure(self.settings, [sample], full)
+        each = (time.monotonic() - middle) / len(self.settings)
+        answers = (middle - begin) * (len(self.samples) + TIMED * (1 + FINALISTS))
+        most = duration(each * self._planned + answers)
+        return f"{len(self.settings)} settings, {len(self.samples)} samples: at most about {most}"
+
     def _check_folder(self) -> None:
         path = self.folder / "run.json"
         known = json.loads(path.read_text(encoding="utf-8")).get("identity") if path.is_file() else None
@@ -168,8 +183,8 @@ class Search:
         total, before = 0, 0
         for size in rungs(len(self.search), 32):
             total += left * (size - before)
-            before, left = size, max(4, -(-left // 2))
-        return total + 4 * len(self.held_out)
+            before, left = size, max(FINALISTS, -(-left // 2))
+        return total + FINALISTS * len(self.held_out)
 
     def _measure(self, settings: Sequence[Setting], numbers: Sequence[int]) -> dict[Setting, Measured]:
         """Outcomes of settings on samples; what the journal knows is not measured again."""
@@ -188,9 +203,7 @@ class Search:
 
     def _left(self, settings: int) -> str:
         per = statistics.fmean(self._unit) if self._unit else 0.0
-        seconds = max(0.0, per * (self._planned - self._done))
-        minutes, rest = divmod(round(seconds), 60)
-        left = f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+        left = duration(max(0.0, per * (self._planned - self._done)))
         share = min(0.99, self._done / max(1, self._planned))
         return f"{100 * share:.0f} %, at most about {left} left; {settings} settings in the race"
 
@@ -198,8 +211,8 @@ class Search:
         before = [one for one in rungs(len(self.search), 32) if one > size]
         rest, count, last = 0, len(left), size
         for one in before:
-            rest, last, count = rest + count * (one - last), one, max(4, -(-count // 2))
-        self._planned = self._done + rest + 4 * len(self.held_out)
+            rest, last, count = rest + count * (one - last), one, max(FINALISTS, -(-count // 2))
+        self._planned = self._done + rest + FINALISTS * len(self.held_out)
         self.report(f"{size} samples: {len(left)} settings left, the first {left[0]}")
 
     def _gather(self, setting: Any, numbers: Sequence[int]) -> Columns:
