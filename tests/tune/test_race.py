@@ -103,8 +103,15 @@ def test_the_bound_holds_for_gains_and_losses_of_clusters() -> None:
     assert above < 25
 
 
-def test_the_promise_holds_on_unseen_scenes() -> None:
-    """A part of the 200 repetitions of `benchmarks/tune_promise.py`, of which docs/tune.md gives the figures."""
-    found = simulate(Recorded.read("embedded LLaVA", labels=True), 140, 0.95, 6)
-    assert found["recommendations"] >= 3
-    assert found["broken"] == 0
+def test_the_promise_is_kept_where_most_settings_just_miss_it() -> None:
+    """Twelve settings that keep 94 % of a promised 95 %, and two that keep more: the luckiest must not win."""
+    draw = np.random.default_rng(5)
+    truth = {f"poor {n}": 0.94 for n in range(12)} | {"good": 0.995, "best": 1.0}
+    full = np.ones(1000)
+    quality = {name: (draw.permutation(1000) < 1000 * share).astype(float) for name, share in truth.items()}
+    cost = {name: 10.0 if name.startswith("poor") else 40.0 for name in truth}
+    recorded = Recorded(quality, full, cost)
+    found = simulate(recorded, 300, 0.95, 40)
+    assert found["recommendations"] >= 30
+    # 5 % of 40 are 2; 6 and more would have a chance of 1.4 %.
+    assert found["broken"] < 6

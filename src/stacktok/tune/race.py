@@ -2,7 +2,7 @@
 
 Settings race over the samples of the search by successive halving. After every rung those go that cannot meet the
 promise any more, those that a setting of no higher cost beats in a paired comparison, and then the least promising
-until half are left. The recommendation is made on samples that the search never saw.
+until half are left (safe and cheap ones in turn). The recommendation is made on samples that the search never saw.
 """
 
 from __future__ import annotations
@@ -196,22 +196,21 @@ def _promising(
     bounds: Mapping[Key, float],
     keep: float,
 ) -> list[Key]:
-    """Settings by promise: those that seem to meet it by cost, each budget's best first, then the others by quality."""
+    """Settings by promise, in turn the cheapest that seem to keep enough and the safest; then the others by quality.
 
-    def rank(key: Key) -> tuple[float, ...]:
-        share, cost = shares[key], float(found[key].cost.mean())
-        if share.estimate >= keep:
-            return (0.0, cost, -share.estimate, -float(found[key].log_prob.mean()))
-        return (1.0, -share.estimate, cost, -float(found[key].log_prob.mean()))
-
-    ordered = sorted(left, key=rank)
-    feasible = [key for key in ordered if shares[key].estimate >= keep]
-    # The cheapest may owe its place to luck: the safest setting stays in the race as well.
-    safest = max(feasible, key=lambda key: (bounds[key], -float(found[key].cost.mean())), default=None)
-    if safest is not None:
-        ordered.remove(safest)
-        ordered.insert(1 if ordered and shares[ordered[0]].estimate >= keep else 0, safest)
-    return ordered
+    The cheapest may owe their places to luck, and few samples show no difference between a safe setting and a lucky
+    one: of equal bounds the answers' log-probability decides, and then the higher cost.
+    """
+    costs = {key: float(found[key].cost.mean()) for key in left}
+    scores = {key: float(found[key].log_prob.mean()) for key in left}
+    enough = [key for key in left if shares[key].estimate >= keep]
+    cheap = sorted(enough, key=lambda key: (costs[key], -shares[key].estimate, -scores[key]))
+    safe = sorted(enough, key=lambda key: (-bounds[key], -scores[key], -costs[key]))
+    rest = sorted(
+        (key for key in left if shares[key].estimate < keep),
+        key=lambda key: (-shares[key].estimate, costs[key], -scores[key]),
+    )
+    return list(dict.fromkeys([*(key for pair in zip(safe, cheap, strict=True) for key in pair), *rest]))
 
 
 def _unbeaten(left: Sequence[Key], found: Mapping[Key, Measured], groups: Sequence[str]) -> list[Key]:
