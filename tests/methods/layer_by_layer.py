@@ -68,20 +68,21 @@ def sparsevlm(scores: list[float], tokens: list[Token], count: int, recycle: boo
     return kept + made
 
 
-def dart(keys: torch.Tensor, states: torch.Tensor, image: list[int], text: list[int], count: int) -> list[int]:
-    """Of a prompt's tokens those of the image that stay, by their indices; ``states`` are normed."""
+def dart(keys: torch.Tensor, states: torch.Tensor, image: list[int], text: list[int], shares: list[int]) -> list[int]:
+    """Of a prompt's tokens those of the image that stay, by their indices; ``states`` are normed.
+
+    As in the authors' forward pass: pivots come in the order of a set of their indices in the prompt, and each takes
+    its share of the image tokens that nobody has taken.
+    """
 
     def largest(tokens: list[int]) -> list[int]:
         return sorted(tokens, key=lambda i: (-float(keys[i].abs().sum()), i))[:4]
 
-    kept, words = largest(image), largest(text)
-    pivots = list(set(kept + words))
-    for turn, pivot in enumerate(pivots):
-        left = [i for i in image if i not in kept]
-        near = {i: float(torch.cosine_similarity(states[pivot], states[i], dim=0)) for i in left}
-        share = math.ceil((count - len(kept)) / (len(pivots) - turn))
-        kept = kept + sorted(left, key=lambda i: (near[i], i))[:share]
-    return sorted(kept)
+    kept, words = set(largest(image)), set(largest(text))
+    for share, pivot in zip(shares, list(set(largest(image) + largest(text))), strict=True):
+        near = {i: float(torch.cosine_similarity(states[pivot], states[i], dim=0)) for i in image if i not in kept}
+        kept |= set(sorted(near, key=lambda i: (near[i], i))[:share])
+    return sorted(kept - words)
 
 
 def raters(visual: torch.Tensor, text: torch.Tensor) -> list[int]:
@@ -100,8 +101,27 @@ def run(
     steps: int,
     seed: int = 0,
     heads: int = 0,
+    shares: tuple[int, ...] = (),
 ) -> tuple[list[torch.Tensor], list[int], list[Token]]:
-    """Logits of every step, the prompt's length in every layer, and its tokens after the last."""
+    """Logits of every step, the prompt's length in every layer, and its tokens after the last.
+
+    Parameters
+    ----------
+    tiny, inputs
+        A model and one prompt.
+    cuts
+        Tokens that stay, by the layer after which the others go.
+    method, positions
+        Of the cuts; "compact" renumbers after each.
+    steps
+        Of generation.
+    seed
+        Of SparseVLM's noise.
+    heads
+        That SparseVLM+ counts.
+    shares
+        Tokens that each of DART's pivots takes.
+    """
     language_model = tiny.model.model.language_model
     seen = stock_arguments(tiny, inputs)
     embeds, original, _ = sequence(seen, inputs)
@@ -168,7 +188,7 @@ def run(
                     if method == "dart":
                         states = language_model.norm(torch.stack([token.state for token in tokens]))
                         words = [i for i, token in enumerate(tokens) if token.prompt and i > columns[-1]]
-                        left = [tokens[i] for i in dart(keys, states, columns, words, cuts[number])]
+                        left = [tokens[i] for i in dart(keys, states, columns, words, list(shares))]
                     elif method in ("fastv", "pyramiddrop"):
                         left = fastv(scores, visual, cuts[number])
                     else:

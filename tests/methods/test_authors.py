@@ -9,7 +9,18 @@ import pytest
 import torch
 
 from stacktok.core.tokens import EncodedImage, ImageLayout, TowerAttention
-from stacktok.methods import DART, CDPruner, DivPrune, FastV, LayerView, MMTok, PyramidDrop, SparseVLM, VisionZip
+from stacktok.methods import (
+    DART,
+    CDPruner,
+    DARTEmbeddings,
+    DivPrune,
+    FastV,
+    LayerView,
+    MMTok,
+    PyramidDrop,
+    SparseVLM,
+    VisionZip,
+)
 from stacktok.methods.sparsevlm import density_peaks
 from tests.methods.given_view import GivenView
 from tests.methods.seeded import Case, attending, fixture, layer_states, tower
@@ -149,6 +160,13 @@ def test_dart_in_ascending_order_of_pivots_is_another_method() -> None:
     ]
     assert len(same) == 32
     assert 0 < sum(same) < 16
+
+
+@pytest.mark.parametrize(("case", "entry"), fixture("dart_embeddings"))
+def test_dart_on_embeddings_picks_in_the_order_of_edge_llm(case: Case, entry: dict[str, Any]) -> None:
+    rows = case.projected().flatten(0, 1)
+    found = DARTEmbeddings(budget=len(entry["order"])).select(rows, rows, case.query(rows=9))
+    assert found.order.tolist() == entry["order"]
 
 
 @pytest.mark.parametrize(("case", "entry"), fixture("pyramiddrop"))

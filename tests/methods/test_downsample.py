@@ -71,7 +71,7 @@ def test_down_sampling_and_pixelprune_go_together() -> None:
     flat = method.apply(Image.new("RGB", (168, 112), "white"), tiny.processor)
     with method(tiny.model, tiny.processor) as pruned:
         greedy(tiny.model, tiny.inputs(["Is there a dog?"], [[flat]]), 1)
-        assert pruned.last[0].removed == {"before the tower": 11, "after the tower": 0}
+        assert list(pruned.last[0].removed.values()) == [11, 0, 0]
 
 
 @given(st.integers(1, 4000), st.integers(1, 4000), st.integers(1, 400))

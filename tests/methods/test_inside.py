@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import importlib
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +60,42 @@ CASES = {
 }
 
 
+# What the definitions say for six layers, worked out by hand where it does not depend on the number of tokens. DART's
+# shares: 14 // 8 for each of eight pivots; of 11 tokens the image's pivots are 4, and seven of eight get one more.
+SHARES = {"dart": (1,) * 8, "dart, exact": (1,) * 7 + (0,)}
+
+
+def sparsevlm_cuts(n: int, share: float, plus: bool) -> dict[int, int]:
+    """The published lists of 576 tokens and layers 2, 6, 15 of 32, brought to n tokens and six layers."""
+    lists = {0: (0, 0, 0), 64: (66, 30, 17), 96: (238, 48, 26), 128: (303, 110, 36), 192: (300, 200, 110)}
+    if plus:
+        lists = {0: (0, 0, 0), 64: (66, 34, 20), 96: (246, 54, 28), 128: (238, 108, 60), 192: (300, 200, 118)}
+    lists[576] = (576, 576, 576)
+    asked = int(share * n) * 576 / n
+    found = [np.interp(asked, list(lists), [own[stage] for own in lists.values()]) * n / 576 for stage in range(3)]
+    return {layer: math.floor(count + 0.5) for layer, count in zip((0, 1, 3), found, strict=True)}
+
+
+def pyramiddrop_cuts(n: int, ratio: float) -> dict[int, int]:
+    """After layers 1, 3 and 4 of six: n r, n r^2 and n r^3, rounded down."""
+    return {0: int(n * ratio + 1e-6), 2: int(n * ratio**2 + 1e-6), 3: int(n * ratio**3 + 1e-6)}
+
+
+CUTS: dict[str, Callable[[int], dict[int, int]]] = {
+    "fastv": lambda n: {2: 9},
+    "fastv, early": lambda n: {1: 9},
+    "fastv, compact": lambda n: {1: 9},
+    "sparsevlm": lambda n: sparsevlm_cuts(n, 0.4, plus=False),
+    "sparsevlm, kept": lambda n: sparsevlm_cuts(n, 0.4, plus=False),
+    "sparsevlm+": lambda n: sparsevlm_cuts(n, 0.3, plus=True),
+    "dart": lambda n: {1: 12},
+    "dart, exact": lambda n: {3: 11},
+    # The root of 1 + 2 r + r^2 + 2 r^3 = 3: one layer sees all, two n r, one n r^2, two n r^3, half of 6 n in all.
+    "pyramiddrop": lambda n: pyramiddrop_cuts(n, max(r.real for r in np.roots([2, 1, 2, -2]) if abs(r.imag) < 1e-9)),
+    "pyramiddrop, kept": lambda n: pyramiddrop_cuts(n, (5 / n) ** (1 / 3)),
+}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("case", CASES)
 def test_generation_equals_the_definition_run_layer_by_layer(family: str, case: str) -> None:
@@ -75,7 +113,7 @@ def test_generation_equals_the_definition_run_layer_by_layer(family: str, case: 
         return
     inputs = one(tiny)
     n = int((inputs["input_ids"] == tiny.model.config.image_token_id).sum())
-    cuts = dict(zip(method.layers(DEPTH), method.keeps(DEPTH, n, method.budget), strict=True))
+    cuts = CUTS[case](n)
     heads = tiny.model.config.get_text_config().num_attention_heads
     expected, lengths, left = run(
         tiny,
@@ -86,6 +124,7 @@ def test_generation_equals_the_definition_run_layer_by_layer(family: str, case: 
         steps=4,
         seed=5,
         heads=max(1, round(14 / 32 * heads)),
+        shares=SHARES.get(case, ()),
     )
     with method(tiny.model, tiny.processor) as pruned:
         out = greedy(tiny.model, inputs, 4)

@@ -34,6 +34,7 @@ from stacktok.methods import (
     VisionZip,
     VisPruner,
     VScan,
+    VScanTwoStage,
     ablation,
     available,
 )
@@ -76,6 +77,7 @@ METHODS: dict[str, Any] = {
     "StackTok after PixelPrune": StackTok(budget=8, before=PixelPrune()),
     "PyramidDrop": PyramidDrop(budget="60%"),
     "PyramidDrop, kept": PyramidDrop(budget=8, counting="kept"),
+    "VScan, both stages": VScanTwoStage(budget=8, window=2),
 }
 
 FAMILIES = ("llava", "llava_next", "llava_next_mistral", *MROPE, *TILES)
@@ -113,7 +115,14 @@ IMPOSSIBLE = {
     },
     **{
         (name, family): why
-        for name in ("FastV, average", "SparseVLM", "SparseVLM+", "PyramidDrop", "PyramidDrop, kept")
+        for name in (
+            "FastV, average",
+            "SparseVLM",
+            "SparseVLM+",
+            "PyramidDrop",
+            "PyramidDrop, kept",
+            "VScan, both stages",
+        )
         for family, why in {
             "qwen3_vl": "Qwen3-VL adds visual features to the hidden states after layers 0 to 1, so no token can go",
             "qwen3_5": "layer 0 of Qwen3.5 is recurrent and has no attention to rank tokens by; cut after one of",
@@ -185,6 +194,8 @@ def check_counts(method: Any, result: Any, tiny: Any) -> None:
     elif isinstance(method, (DART, FastV)) and method.counting in ("kept", "published"):
         stay = 8 if method.counting == "kept" else 4 + 8 * (min(8, result.before - 4) // 8)
         assert result.per_layer == (result.before, result.before, stay)
+    elif isinstance(method, VScanTwoStage):
+        assert result.per_layer == (12, 6, 6)
     elif isinstance(method, FastV):
         assert abs(result.average - 0.8 * result.before) <= 0.5
     elif isinstance(method, PyramidDrop):

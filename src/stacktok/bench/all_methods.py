@@ -32,7 +32,7 @@ class SelectionTimes:
     first
         A first question, from the encoder's features on, by size.
     further
-        A further question on the same image, by size; that of a first inside the language model.
+        A further question on the same image, by size; inside the language model nothing is held from the first.
     refused
         Why it cannot run, in place of times.
     """
@@ -107,15 +107,18 @@ def _time(method: Method, image: EncodedImage, query: torch.Tensor, k: int) -> t
         return middle - begin, time.perf_counter() - middle
     if not isinstance(method, LayerMethod):
         raise ValueError(f"{type(method).__name__} works where features and layers do not tell its time")
-    views, left = [], image.n
-    for count in method.keeps(DEPTH, image.n, k):
+    before, left = (0.0, 0.0), image.n
+    if method.entry is not None:
+        before, left = _time(method.entry, image, query, k), len(method.entry.reduce(image, query, k))
+    views = []
+    for count in method.keeps(DEPTH, left, k):
         views.append((_view(image.n, left), count))
         left = count
     begin = time.perf_counter()
     for view, count in views:
         method.choose(view, count)
     seconds = time.perf_counter() - begin
-    return seconds, seconds
+    return before[0] + seconds, before[1] + seconds
 
 
 def _rows(count: int, width: int, seed: int) -> torch.Tensor:

@@ -55,7 +55,8 @@ def before_tower(method: type[PixelMethod]) -> dict[str, Any]:
 
 def described(method: type[Method]) -> dict[str, Any]:
     """A row of the table: what the method needs, and its `MethodInfo`; attention is empty for none."""
-    attention = "language model" if method.stage == "inside" else "vision tower" if method.reads_tower else ""
+    read = {"vision tower": method.reads_tower, "language model": method.stage == "inside"}
+    attention = ", ".join(where for where, needed in read.items() if needed)
     return {
         "stage": method.stage,
         "query_aware": method.query_aware,

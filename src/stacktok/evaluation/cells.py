@@ -108,8 +108,10 @@ def build_method(part: MethodPart, budget: Budget | None, positions: Positions |
     """A method of the plan as an object; settings that it does not know are an error."""
     from stacktok.evaluation.base_view import BaseView
     from stacktok.evaluation.evidence_dpp import EvidenceDPP
+    from stacktok.evaluation.small_picture import SmallPicture
 
-    controls: dict[str, type[Method]] = {control.plan_name: control for control in (BaseView, EvidenceDPP)}
+    known = (BaseView, EvidenceDPP, SmallPicture)
+    controls: dict[str, type[Method]] = {control.plan_name: control for control in known}
     kind = controls.get(part.method) or method_class(part.method)
     given = part.settings if positions is None else {**part.settings, "positions": positions}
     try:

@@ -28,6 +28,7 @@ from stacktok.evaluation.conditions import asked_instead, disturb_image, disturb
 from stacktok.evaluation.loop import Loop, Prompt, obstacle
 from stacktok.evaluation.plan import SCENES, ConditionPart
 from stacktok.evaluation.scenes_task import MAX_NEW_TOKENS, right
+from stacktok.evaluation.small_picture import SmallPicture
 from stacktok.methods.base import FeatureMethod, Prepared
 from stacktok.scenes import DETAIL, STANDARD, Question, Scene, make_scene, questions, render, seed_for
 
@@ -165,7 +166,11 @@ class Bench:
                         seen, _ = loop.encode(self._encoded[seed][0], method.tower_signal)
                     if condition is not None:
                         seen = disturb_image(condition, seen, seed)
-                    prepared[seed] = method.prepare(seen)
+                    if isinstance(method, SmallPicture):
+                        picture = self._encoded[seed][0]
+                        prepared[seed] = method.prepare_picture(picture, seen, loop.model, loop.processor)
+                    else:
+                        prepared[seed] = method.prepare(seen)
                 if condition is not None:
                     query = self._disturbed(loop, condition, item)
                 kept[number] = reductions(method, prepared[seed], query, budgets)

@@ -36,6 +36,7 @@ from stacktok.methods.vidcom2 import VidCom2
 from stacktok.methods.visionzip import VisionZip
 from stacktok.methods.vispruner import VisPruner
 from stacktok.methods.vscan import VScan
+from stacktok.methods.vscan_two_stage import VScanTwoStage
 
 __all__ = [
     "ABLATIONS",
@@ -74,6 +75,7 @@ __all__ = [
     "StackTok",
     "UniformGrid",
     "VScan",
+    "VScanTwoStage",
     "VidCom2",
     "VisPruner",
     "VisionZip",

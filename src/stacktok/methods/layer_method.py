@@ -11,7 +11,7 @@ import torch
 from stacktok.core.attention import row_attention
 from stacktok.core.budget import Budget, resolve_budget
 from stacktok.core.tokens import Ints
-from stacktok.methods.base import Method, Positions
+from stacktok.methods.base import FeatureMethod, Method, Positions
 from stacktok.methods.choice import Indices, MergedTokens
 
 Reading = tuple[torch.Tensor, torch.Tensor, float]
@@ -127,12 +127,27 @@ class LayerMethod(Method):
         """The meaning of ``positions=None`` where the language model's positions are plain numbers."""
         return "kept"
 
+    @property
+    def entry(self) -> FeatureMethod | None:
+        """A method that reduces every image before it enters, given the same budget; None where all tokens enter."""
+        return None
+
     @abstractmethod
     def layers(self, depth: int) -> tuple[int, ...]:
         """The layers after which tokens go, ascending, in a language model of ``depth`` layers."""
 
     def keeps(self, depth: int, tokens: int, budget: Budget) -> tuple[int, ...]:
-        """How many of an image's ``tokens`` tokens stay at each cut of `layers`, made ones not counted: the budget."""
+        """How many of an image's tokens stay at each cut of `layers`, made ones not counted: the budget.
+
+        Parameters
+        ----------
+        depth
+            Layers of the language model.
+        tokens
+            Tokens of the image that enter it.
+        budget
+            As the user gave it; behind an `entry` a number of tokens, because fractions are of the whole image.
+        """
         return (max(1, resolve_budget(budget, tokens, tokens)),) * len(self.layers(depth))
 
     @abstractmethod

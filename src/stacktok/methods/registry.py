@@ -38,6 +38,7 @@ BUILT_IN = {
     "sparsevlm": "stacktok.methods.sparsevlm:SparseVLM",
     "dart": "stacktok.methods.dart:DART",
     "pyramiddrop": "stacktok.methods.pyramiddrop:PyramidDrop",
+    "vscan-2": "stacktok.methods.vscan_two_stage:VScanTwoStage",
 }
 
 

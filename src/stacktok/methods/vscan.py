@@ -1,4 +1,4 @@
-"""VScan: tokens by windows of an early layer's attention and by a late layer's; all others are merged into them."""
+"""VScan's scan: tokens by windows of an early layer's attention and by a late layer's; the others merge into them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from stacktok.methods.tower_method import TowerMethod
 class VScan(TowerMethod, MergeMethod):
     """Half of the budget evenly over windows of the grid, half over the image; a kept token is a mean of its likes.
 
+    This is the first of the method's two stages, all of which is before the language model and can be served;
+    `VScanTwoStage` adds the second.
+
     Parameters
     ----------
     window
@@ -34,7 +37,7 @@ class VScan(TowerMethod, MergeMethod):
         name="VScan",
         paper="VScan, arXiv 2505.22654",
         deviations=(
-            "the first of its two stages; the second, a cut inside the language model after layer 16, is not made",
+            "the first of its two stages, which can be served; VScanTwoStage (vscan-2) makes both",
             "what the windows cannot share evenly goes to the image as a whole; the original keeps fewer tokens",
             "LLaVA-NeXT: the budget is the image's and split evenly over its crops; the original's is per crop",
             "tokens that may not be kept (padding, letterbox) take no part in merging either",

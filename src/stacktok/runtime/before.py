@@ -48,6 +48,10 @@ class BeforePruning(Pruning):
     def attach(self, undo: list[Callable[[], object]]) -> None:
         """Set every hook; ``undo`` receives the functions that remove them."""
         super().attach(undo)
+        self.attach_to_layers(undo)
+
+    def attach_to_layers(self, undo: list[Callable[[], object]]) -> None:
+        """Set the hooks on the language model's layers, which are all that a method inside it needs of these."""
         if self.keep_positions and not self.adapter.mrope:
             for layer in self.adapter.layers(self.model):
                 self.before_module(undo, layer, self._hide_gaps)

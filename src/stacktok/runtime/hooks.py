@@ -129,6 +129,10 @@ class Pruning(ABC):
         uncompiled: Any = torch.compiler.disable
         undo.append(module.register_forward_hook(uncompiled(hook), with_kwargs=True).remove)
 
+    def join(self, other: Pruning) -> None:
+        """Share run, capture and forward passes with another pruning of the same model, which sets the hooks."""
+        self.run, self.capture, self._local = other.run, other.capture, other._local
+
     @property
     def call(self) -> Call | None:
         """The forward pass of this thread."""

@@ -1,9 +1,10 @@
 """Pruning inside the language model.
 
-The prompt enters whole. At a cut the queries and keys of one layer are read, and a pre-hook on the next layer shows the
-method a view of every image, drops the hidden states that go and appends those that were made of them. From there on
-the layers are given a shorter sequence with positions and a mask of its own, so that the caches of the layers differ in
-length; the meaning of those lengths is left on the cache, where later steps find it.
+The prompt enters whole, or as an earlier stage leaves it. At a cut the queries and keys of one layer are read, and a
+pre-hook on the next layer shows the method a view of every image, drops the hidden states that go and appends those
+that were made of them. From there on the layers are given a shorter sequence with positions and a mask of its own, so
+that the caches of the layers differ in length; the meaning of those lengths is left on the cache, where later steps
+find it.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from stacktok.core.budget import Budget
+from stacktok.core.budget import Budget, resolve_budget
 from stacktok.core.inputs import Mask
 from stacktok.core.tokens import SEPARATOR, EncodedImage, Ints, Reduction
 from stacktok.methods.choice import MergedTokens, checked_indices
@@ -27,6 +28,7 @@ from stacktok.methods.pixel_method import AllTokens
 from stacktok.models.base import KeptTokens, ModelAdapter
 from stacktok.runtime.before import BeforePruning
 from stacktok.runtime.cache import state_of
+from stacktok.runtime.capture import PlacedImage
 from stacktok.runtime.compaction import count_positions, padding_of
 from stacktok.runtime.hooks import Call, Pruning
 from stacktok.runtime.run import ImageResult
@@ -72,7 +74,7 @@ class Visual:
         Where it is, and what it is.
     indices, offsets
         Its tokens in the prompt as it enters the language model, and their indices among all tokens of the image, of
-        which a method before the vision tower may have removed some.
+        which an earlier stage may have removed some.
     text
         Text tokens of the prompt that follow it.
     keeps
@@ -83,6 +85,8 @@ class Visual:
         What each of those was made of, as places of the image.
     per_cut
         Its number of tokens before the first cut and after each.
+    not_encoded
+        Tokens that a method before the vision tower removed.
     """
 
     row: int
@@ -96,6 +100,7 @@ class Visual:
     at: Ints
     sources: list[Ints]
     per_cut: list[int]
+    not_encoded: int
 
 
 @dataclass(eq=False)
@@ -176,11 +181,14 @@ class InsidePruning(Pruning):
         self.cuts = method.layers(self.depth)
         self.ranking = [adapter.ranking_attention(model, layer) for layer in self.cuts]
         self.keep_positions = adapter.mrope or (method.positions or method.default_positions) == "kept"
-        # Tokens that a method before the vision tower removed leave the sequence before it enters.
+        # What an earlier stage removed, or one before the vision tower, leaves the sequence before it enters.
         self.entrance: BeforePruning | None = None
-        if method.before is not None:
-            self.entrance = BeforePruning(AllTokens(budget=1.0, before=method.before), model, processor, adapter)
-            self.entrance.run, self.entrance.capture = self.run, self.capture
+        if method.before is not None or method.entry is not None:
+            first = replace(method.entry or AllTokens(budget=1.0), before=method.before)
+            if self.keep_positions:
+                first = replace(first, positions="kept")
+            self.entrance = BeforePruning(first, model, processor, adapter)
+            self.entrance.join(self)
 
     def attach(self, undo: list[Callable[[], object]]) -> None:
         """Set every hook; ``undo`` receives the functions that remove them."""
@@ -190,6 +198,8 @@ class InsidePruning(Pruning):
             Tap(attention, self._read).attach(undo)
         for number in range(self.cuts[0], self.depth):
             self.before_module(undo, layers[number], self._layer(number))
+        if self.entrance is not None:
+            self.entrance.attach_to_layers(undo)
 
     def begin(self, call: Call, kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Note how much the cache holds; the base model's arguments stay as they are unless tokens went before."""
@@ -200,6 +210,7 @@ class InsidePruning(Pruning):
 
     def enter(self, call: Call, kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Plan the cuts of a prompt, or find what an earlier one left on the cache; what was encoded enters whole."""
+        begin = time.perf_counter()
         shorter = None if self.entrance is None else self.entrance.enter(call, kwargs)
         if shorter is not None:
             kwargs = shorter
@@ -208,7 +219,6 @@ class InsidePruning(Pruning):
         if held is not None and call.past:
             self._continue_layers(call, held, cache, kwargs)
         if call.outputs and self.run.budget is not None:
-            begin = time.perf_counter()
             call.plan = self._plan(call, self.run.budget, cache, kwargs)
             call.plan.before = time.perf_counter() - begin
         return shorter
@@ -283,6 +293,10 @@ class InsidePruning(Pruning):
                 if not len(after):
                     after = np.flatnonzero(valid[row])[-1:]
                 n = len(indices)
+                own_budget, sources = budget, {}
+                if self.method.entry is not None:
+                    own_budget = resolve_budget(budget, one.image.n, one.image.capacity)
+                    sources = self._sources(one, row // placement.times)
                 visuals.append(
                     Visual(
                         row=row,
@@ -292,14 +306,23 @@ class InsidePruning(Pruning):
                         indices=indices,
                         offsets=offsets,
                         text=after,
-                        keeps=self.method.keeps(self.depth, n, budget),
+                        keeps=self.method.keeps(self.depth, n, own_budget),
                         at=indices,
-                        sources=[np.array([offset]) for offset in offsets],
+                        sources=[sources.get(offset, np.array([offset])) for offset in offsets.tolist()],
                         per_cut=[n],
+                        not_encoded=self.capture.not_encoded(one, call.outputs[one.modality]),
                     )
                 )
         origin = torch.arange(length).expand(batch, length).masked_fill(~torch.from_numpy(valid), -1)
         return Plan(visuals, [Stage(origin)], not bool(valid[:, -1].all()), embeds, placement.times)
+
+    def _sources(self, placed: PlacedImage, prompt: int) -> dict[int, Ints]:
+        """Tokens that the earlier stage made a merged one of, as indices among the image's, by that of its anchor."""
+        reduction = next(
+            result.reduction for result in self.run.last if result.row == prompt and result.image is placed.image
+        )
+        anchors = placed.image.offsets_of(reduction.anchors)
+        return {int(anchors[output]): placed.image.layout.fed(own) for output, own in reduction.merged.items()}
 
     def _read(self, query: torch.Tensor, key: torch.Tensor, scaling: float, mask: Any) -> None:
         plan: Plan | None = None if self.call is None else self.call.plan
@@ -566,7 +589,7 @@ class InsidePruning(Pruning):
                     _reduction(visual, stage[visual.row].numpy(), self.run.seconds / len(plan.visuals)),
                     per_layer,
                     self.caching,
-                    visual.image.length - len(visual.indices),
+                    visual.not_encoded,
                 ),
             )
         self.run.last = tuple(results.values())

@@ -69,8 +69,13 @@ class ImageResult:
 
     @property
     def removed(self) -> dict[str, int]:
-        """Tokens that each stage removed: before the vision tower, and after it."""
-        return {"before the tower": self.not_encoded, "after the tower": self.before - self.after - self.not_encoded}
+        """Tokens that each stage removed: before the vision tower, before the language model, and inside it."""
+        entered = self.per_layer[0] if self.per_layer else self.after
+        return {
+            "before the tower": self.not_encoded,
+            "before the language model": self.before - self.not_encoded - entered,
+            "inside the language model": entered - self.after,
+        }
 
     @property
     def cache_entries(self) -> int:
