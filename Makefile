@@ -152,12 +152,13 @@ bench-view: setup browser
 bench-models: setup
 	$(BIN)/stacktok bench llava-1.5-1b --dtype float32 --out out/bench-models
 
-# Runs the cells of the embedded models that have no result yet, then makes the tables of README and docs/results.md.
+# Runs the cells of the embedded models that have no result yet, then makes the tables of README and the docs.
 results: setup
 	$(BIN)/stacktok eval embedded-dev --out docs/results
 	$(BIN)/stacktok eval adaptive --out docs/results
 	$(BIN)/stacktok eval embedded --out docs/results
-	$(BIN)/stacktok report docs/results --into README.md --into docs/results.md
+	$(BIN)/stacktok eval every-method --out docs/results
+	$(BIN)/stacktok report docs/results --into README.md --into docs/results.md --into docs/methods.md
 
 # About two hours on two cores; started again after a kill, it goes on where it was.
 train-embedded: setup

@@ -274,6 +274,7 @@ def test_methods_lists_every_method_with_its_facts(monkeypatch: Any, capsys: Any
     found = json.loads(out)
     assert list(found)[:4] == ["stacktok", "mmtok", "divprune", "cdpruner"]
     assert (found["fastv"]["stage"], found["fastv"]["attention"]) == ("inside", "language model")
+    assert found["vscan-2"]["attention"] == "vision tower, language model"
     assert [name for name, facts in found.items() if facts["query_aware"]] == [
         "stacktok",
         "mmtok",
@@ -284,6 +285,7 @@ def test_methods_lists_every_method_with_its_facts(monkeypatch: Any, capsys: Any
         "sparsevlm",
         "dart",
         "pyramiddrop",
+        "vscan-2",
     ]
     assert found["pixelprune"]["stage"] == "tower"
     code, out, _ = shell(monkeypatch, capsys, "methods")

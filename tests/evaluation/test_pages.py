@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ def shipped():
     return [read_study(found) for found in find_results(ROOT / "docs/results")]
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/results.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/results.md", "docs/methods.md"])
 def test_every_table_of_a_document_is_made_from_the_committed_cells(name, shipped):
     text = (ROOT / name).read_text()
     assert "<!-- stacktok: " in text
@@ -116,6 +117,23 @@ def test_blocks_are_replaced_and_the_words_stay(small):
     assert " -->40<!-- end --> scenes" in filled
     line = next(line for line in filled.splitlines() if line.startswith("| B | +"))
     assert line.count("*") == 2
+
+
+def test_leaders_are_named_by_budget_and_those_within_noise_with_them(small):
+    results, _, _, _ = small
+    study = read_study(results)
+    filled = fill("<!-- stacktok: leaders study=p methods=both --><!-- end -->", [study])
+    assert "| method | m, compact positions | m, kept positions |" in filled
+    # A is 25 points behind everywhere.
+    assert "| A | – | – |" in filled
+    assert "| B | **64, 16** | **64, 16** |" in filled
+    twin = study.row("m, kept positions", "B", 64)
+    rows = [row if (row.model, row.method) != ("m, kept positions", "A") else None for row in study.rows]
+    level = [replace(twin, method="A", budget=budget) for budget in (64, 16)]
+    changed = replace(study, rows=tuple([row for row in rows if row] + level))
+    filled = fill('<!-- stacktok: leaders study=p model="m, kept positions" methods=both --><!-- end -->', [changed])
+    at = next(line for line in filled.splitlines() if line.startswith("| A |"))
+    assert "64" in at
 
 
 @pytest.mark.parametrize(

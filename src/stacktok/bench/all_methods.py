@@ -14,8 +14,8 @@ from stacktok.methods.base import FeatureMethod, Method
 from stacktok.methods.layer_method import LayerMethod, LayerView
 from stacktok.methods.video_method import VideoMethod
 
-SIZES = ((576, 64), (2880, 160))
-"""Tokens and budget: LLaVA-1.5, and LLaVA-NeXT's five crops."""
+SIZES = ((576, 64), (2880, 160), (4096, 409))
+"""Tokens and budget: LLaVA-1.5, LLaVA-NeXT's five crops, and one large picture."""
 
 VISION, WIDTH, HEADS, DEPTH, QUERY, TEXT = 1024, 4096, 32, 32, 12, 48
 """Widths of features and of the language model, its heads and layers, rows of a question, text tokens of a prompt."""

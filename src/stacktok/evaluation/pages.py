@@ -54,13 +54,15 @@ def fill(text: str, studies: Sequence[Study]) -> str:
 def _make(kind: str, options: dict[str, str], studies: Sequence[Study]) -> Table | str:
     if kind not in KINDS:
         raise ValueError(f"{kind!r} is not a kind of block; the kinds are {', '.join(KINDS)}")
-    name, model = options.pop("study", ""), options.pop("model", "")
+    name, model = options.pop("study", ""), options.pop("model", None)
     study = next((study for study in studies if study.plan.name == name), None)
     if study is None:
         raise ValueError(
             f"no results of the plan {name!r} are given; there are {', '.join(s.plan.name for s in studies)}"
         )
-    if model not in study.models:
+    if model is None and kind in WIDE:
+        model = ""
+    elif model not in study.models:
         raise ValueError(f"model {model!r} is not in {name}; there are {'; '.join(study.models)}")
     chosen: dict[str, Any] = dict(options)
     if "methods" in options:
@@ -70,7 +72,7 @@ def _make(kind: str, options: dict[str, str], studies: Sequence[Study]) -> Table
 
 def _methods(study: Study, model: str, wanted: Sequence[str]) -> list[str]:
     """Methods by their names or tags, in the order of the plan's, those without results left out."""
-    there = {row.method for row in study.rows if row.model == model}
+    there = {row.method for row in study.rows if row.model == model or not model}
     found = []
     for word in wanted:
         own = [part.name for part in study.plan.methods if word == part.name or word in part.tags]
@@ -124,6 +126,48 @@ def difference_table(study: Study, model: str, methods: Sequence[str], baseline:
             )
         )
     return Table("", (f"minus {baseline}, points", *map(str, budgets)), tuple(rows))
+
+
+def leader_table(study: Study, model: str, methods: Sequence[str]) -> Table:
+    """Budgets at which each method has the highest retention, and those at which it is level with the highest.
+
+    Level is a paired difference whose test has p >= 0.05, not corrected: so a method that is not named is behind.
+
+    Parameters
+    ----------
+    study
+        The results.
+    model
+        A model; empty for all, each in a column.
+    methods
+        Among which the leader is looked for.
+    """
+    models = [model] if model else study.models
+    shown: dict[tuple[str, str], tuple[list[str], list[str]]] = {
+        (method, name): ([], []) for method in methods for name in models
+    }
+    for name in models:
+        for budget in _budgets(study, name):
+            found = [study.row(name, method, budget) for method in methods]
+            known = [row for row in found if row is not None and row.average is not None]
+            if not known:
+                continue
+            best = max(known, key=lambda row: row.average.estimate if row.average else 0.0)
+            for row in known:
+                compared = None if row is best else compare_average(study, row, best)
+                if row is best:
+                    shown[row.method, name][0].append(str(budget))
+                elif compared is not None and compared.p_value >= 0.05:
+                    shown[row.method, name][1].append(str(budget))
+    rows = []
+    for method in methods:
+        cells = []
+        for name in models:
+            leads, level = shown[method, name]
+            texts = [f"**{', '.join(leads)}**"] if leads else []
+            cells.append("; ".join([*texts, *([", ".join(level)] if level else [])]) or MISSING)
+        rows.append((method, *cells))
+    return Table("", ("method", *models), tuple(rows))
 
 
 def family_table(study: Study, model: str, methods: Sequence[str], budget: str) -> Table:
@@ -180,6 +224,7 @@ KINDS: Mapping[str, Callable[..., Table | str]] = {
     "retention": retention_table,
     "difference": difference_table,
     "families": family_table,
+    "leaders": leader_table,
     "layers": layer_table,
     "gate": gate_table,
     "scalarization": scalarization_table,
@@ -187,6 +232,9 @@ KINDS: Mapping[str, Callable[..., Table | str]] = {
     "number": number,
 }
 """Kinds of blocks."""
+
+WIDE = ("leaders",)
+"""Kinds that show all models where none is named."""
 
 
 def _by_budget(study: Study, model: str, methods: Sequence[str], title: str, show: Callable[[Row], str]) -> Table:
