@@ -1,4 +1,7 @@
-"""Selection time of every method on the same made-up features: no model runs."""
+"""Selection time of every method on the same made-up features: no model runs.
+
+Times are processor time, which other programs on the machine change little.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ _CROP = 576
 
 @dataclass(frozen=True)
 class SelectionTimes:
-    """Milliseconds of one method, medians.
+    """Milliseconds of processor time of one method, medians.
 
     Attributes
     ----------
@@ -99,12 +102,12 @@ def _medians(times: Mapping[tuple[int, int], Sequence[float]]) -> dict[tuple[int
 def _time(method: Method, image: EncodedImage, query: torch.Tensor, k: int) -> tuple[float, float]:
     """Seconds of a first and of a further question."""
     if isinstance(method, FeatureMethod):
-        begin = time.perf_counter()
+        begin = time.process_time()
         prepared = method.prepare(image)
         prepared.reduce(query, k)
-        middle = time.perf_counter()
+        middle = time.process_time()
         prepared.reduce(query, k)
-        return middle - begin, time.perf_counter() - middle
+        return middle - begin, time.process_time() - middle
     if not isinstance(method, LayerMethod):
         raise ValueError(f"{type(method).__name__} works where features and layers do not tell its time")
     before, left = (0.0, 0.0), image.n
@@ -114,10 +117,10 @@ def _time(method: Method, image: EncodedImage, query: torch.Tensor, k: int) -> t
     for count in method.keeps(DEPTH, left, k):
         views.append((_view(image.n, left), count))
         left = count
-    begin = time.perf_counter()
+    begin = time.process_time()
     for view, count in views:
         method.choose(view, count)
-    seconds = time.perf_counter() - begin
+    seconds = time.process_time() - begin
     return before[0] + seconds, before[1] + seconds
 
 

@@ -202,7 +202,9 @@ def _print_selection(times: Mapping[str, SelectionTimes], sizes: Sequence[tuple[
         if not own.refused:
             cells = [f"{value[size]:.1f}" for size in sizes for value in (own.first, own.further)]
             table.add_row(name, *cells)
-    console.print("Selection in milliseconds (medians) at (tokens, budget): first question, further question")
+    console.print(
+        "Selection in milliseconds of processor time (medians) at (tokens, budget): first question, further question"
+    )
     console.print(table)
     for name, own in times.items():
         if own.refused:

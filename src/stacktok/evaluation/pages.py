@@ -21,7 +21,7 @@ from stacktok.evaluation.formats import Table, markdown_body
 from stacktok.evaluation.plan import FULL
 from stacktok.evaluation.report import MISSING, scalarization_tables
 from stacktok.evaluation.statistics import Interval, holm
-from stacktok.evaluation.tables import Measured, Row, Study, compare_average
+from stacktok.evaluation.tables import Measured, Row, Study, compare_average, compare_scores
 from stacktok.scenes import FAMILIES
 
 _BLOCK = re.compile(r"<!-- stacktok: (.*?) -->.*?<!-- end -->", re.DOTALL)
@@ -129,45 +129,43 @@ def difference_table(study: Study, model: str, methods: Sequence[str], baseline:
 
 
 def leader_table(study: Study, model: str, methods: Sequence[str]) -> Table:
-    """Budgets at which each method has the highest retention, and those at which it is level with the highest.
+    """Budgets at which each method has the highest score, and those at which it is level with the highest.
 
     Level is a paired difference whose test has p >= 0.05, not corrected: so a method that is not named is behind.
 
     Parameters
     ----------
     study
-        The results.
+        The results; the score is that of its first task.
     model
         A model; empty for all, each in a column.
     methods
         Among which the leader is looked for.
     """
     models = [model] if model else study.models
-    shown: dict[tuple[str, str], tuple[list[str], list[str]]] = {
+    found: dict[tuple[str, str], tuple[list[str], list[str]]] = {
         (method, name): ([], []) for method in methods for name in models
     }
     for name in models:
         for budget in _budgets(study, name):
-            found = [study.row(name, method, budget) for method in methods]
-            known = [row for row in found if row is not None and row.average is not None]
-            if not known:
-                continue
-            best = max(known, key=lambda row: row.average.estimate if row.average else 0.0)
-            for row in known:
-                compared = None if row is best else compare_average(study, row, best)
+            rows = [row for method in methods if (row := study.row(name, method, budget)) is not None]
+            best = max(rows, key=lambda row: _whole(study, row).score, default=None)
+            for row in rows:
+                leads, level = found[row.method, name]
+                compared = None if best is None else compare_scores(_whole(study, row), _whole(study, best))
                 if row is best:
-                    shown[row.method, name][0].append(str(budget))
-                elif compared is not None and compared.p_value >= 0.05:
-                    shown[row.method, name][1].append(str(budget))
-    rows = []
+                    leads.append(str(budget))
+                elif compared is None or not compared.p_value < 0.05:
+                    level.append(str(budget))
+    shown = []
     for method in methods:
         cells = []
         for name in models:
-            leads, level = shown[method, name]
-            texts = [f"**{', '.join(leads)}**"] if leads else []
-            cells.append("; ".join([*texts, *([", ".join(level)] if level else [])]) or MISSING)
-        rows.append((method, *cells))
-    return Table("", ("method", *models), tuple(rows))
+            leads, level = found[method, name]
+            texts = ([f"**{', '.join(leads)}**"] if leads else []) + ([", ".join(level)] if level else [])
+            cells.append("; ".join(texts) or MISSING)
+        shown.append((method, *cells))
+    return Table("", ("method", *models), tuple(shown))
 
 
 def family_table(study: Study, model: str, methods: Sequence[str], budget: str) -> Table:

@@ -296,7 +296,7 @@ def differences(study: Study, baseline: str) -> list[Difference]:
         if row.budget is None or row.method == baseline or other is None:
             continue
         compared: dict[str | None, Comparison | None] = {
-            name: _compare(row.cells[name], other.cells[name])
+            name: compare_scores(row.cells[name], other.cells[name])
             for name in study.names
             if name in row.cells and name in other.cells
         }
@@ -312,7 +312,8 @@ def differences(study: Study, baseline: str) -> list[Difference]:
     return listed
 
 
-def _compare(mine: Measured, its: Measured) -> Comparison | None:
+def compare_scores(mine: Measured, its: Measured) -> Comparison | None:
+    """Difference of two results, paired item by item; None where they cannot be paired."""
     if mine.items is not None and its.items is not None and len(mine.items) == len(its.items):
         return paired_comparison(mine.items, its.items, groups=mine.clusters)
     return _tail(mine.score - its.score, mine.resampled, its.resampled, min(mine.units, its.units))
