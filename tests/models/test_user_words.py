@@ -83,6 +83,7 @@ def test_words_are_found_in_order() -> None:
     text = "is a dog on the dog"
     assert [text[a:b] for a, b in spans_of_words(text, ["dog", "cat", "dog"])] == ["dog", "dog"]
     assert spans_of_words(text, ["dog", "dog"]) == [(5, 8), (16, 19)]
+    assert spans_of_words("then a hen, hens", ["hen"]) == [(7, 10)]
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])

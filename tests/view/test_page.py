@@ -462,13 +462,63 @@ def test_the_page_says_what_it_waits_for_and_shows_no_old_answer(inspector: Insp
     assert page.locator("#message").is_hidden()
 
 
-def test_a_lost_server_is_named(inspector: Inspector) -> None:
+def test_a_lost_server_is_named(browser: Browser, engine: Engine) -> None:
+    with served(engine) as address:
+        inspector = Inspector(browser, address).open()
     page = inspector.page
-    page.route("**/api/**", lambda route: route.abort())
-    page.fill("#question", "anybody there?")
-    page.keyboard.press("Enter")
+    page.locator("#budget").focus()
+    page.keyboard.press("ArrowLeft")
     page.wait_for_selector("#message:not([hidden])")
     assert "The server does not answer" in page.locator("#message").inner_text()
+    # No answer of another budget stands beside the new one.
+    assert page.locator("#answers .waiting").all_inner_texts() == ["–"]
+    page.fill("#question", "anybody there?")
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => document.querySelectorAll('#answers .waiting').length === 2")
+    assert "Start `stacktok view` again" in page.locator("#message").inner_text()
+    inspector.close()
+
+
+def test_the_budget_box_shows_the_budget_in_use(inspector: Inspector) -> None:
+    page, box = inspector.page, inspector.page.locator("#count")
+    for typed, used in (("9999", 576), ("0", 1), ("-3", 1), ("12.6", 13), ("", 13), ("e", 13), ("20", 20)):
+        box.click()
+        page.keyboard.press("Control+A")
+        page.keyboard.press("Delete")
+        page.keyboard.type(typed)
+        page.keyboard.press("Enter")
+        if typed == "e":
+            page.keyboard.press("Tab")
+        inspector.settled(k=used)
+        assert (box.input_value(), page.locator("#budget").input_value()) == (str(used), str(used)), typed
+        assert len(inspector.kept()) == used
+    page.locator("#back").click()
+    box.click()
+    page.keyboard.press("Tab")
+    # Leaving the box without a change does not leave the frame.
+    assert len(inspector.kept()) == 19
+
+
+def test_words_that_are_not_part_of_the_query_are_struck_through(inspector: Inspector) -> None:
+    page = inspector.page
+    page.fill("#question", "Which hen is in the barn, and then where?")
+    page.keyboard.press("Enter")
+    inspector.settled(q="Which hen is in the barn, and then where?")
+    asked = page.locator("#asked")
+    assert asked.inner_text() == "Which hen is in the barn, and then where?"
+    assert [text.split() for text in asked.locator("del").all_inner_texts()] == [
+        ["Which"],
+        ["is"],
+        ["the"],
+        [",", "and", "then", "where?"],
+    ]
+    line = "(e) => getComputedStyle(e).textDecorationLine"
+    assert asked.locator("del").first.evaluate(line) == "line-through"
+    assert page.locator("#words .name").all_inner_texts() == ["hen", "in", "barn"]
+    page.fill("#question", "")
+    page.keyboard.press("Enter")
+    inspector.settled(q="")
+    assert asked.is_hidden()
 
 
 LAYOUT = """() => {

@@ -183,19 +183,19 @@ def last_user_turn(text: str, markers: Iterable[Markers]) -> str | None:
     return None
 
 
-def _marker(text: str) -> re.Pattern[str]:
-    """Finds a marker that is not the end of a longer word."""
-    return re.compile((r"(?<!\w)" if text[:1].isalnum() else "") + re.escape(text))
+def _marker(text: str, *, whole: bool = False) -> re.Pattern[str]:
+    """Finds a marker that is not the end of a longer word, nor its beginning if it is to be whole."""
+    before, after = r"(?<!\w)" if text[:1].isalnum() else "", r"(?!\w)" if whole and text[-1:].isalnum() else ""
+    return re.compile(before + re.escape(text) + after)
 
 
 def spans_of_words(text: str, words: Sequence[str]) -> list[tuple[int, int]]:
     """First and past-the-last character of words that stand in a text in this order; others are left out."""
-    spans, at = [], 0
+    spans: list[tuple[int, int]] = []
     for word in words:
-        start = text.find(word, at)
-        if start >= 0:
-            at = start + len(word)
-            spans.append((start, at))
+        found = _marker(word, whole=True).search(text, spans[-1][1] if spans else 0)
+        if found is not None:
+            spans.append(found.span())
     return spans
 
 

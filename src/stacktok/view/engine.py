@@ -153,6 +153,7 @@ class Engine:
             "question": question,
             "method": method,
             "words": [{"text": text, "rows": rows} for text, rows in zip(query.words, query.rows, strict=True)],
+            "asked": trace.asked(question, query.words),
             "query_affinity": [trace.packed(unit.query_affinity(query.query)) for unit in picture.units],
         }
         found = self.record(picture, query, method)

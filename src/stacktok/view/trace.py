@@ -7,6 +7,7 @@ a whole run. Those changes are what is sent; from them the page knows what every
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from stacktok.core.affinity import Affinity
 from stacktok.core.record import CropSelection, Selection
 from stacktok.core.tokens import Ints
+from stacktok.models.query import spans_of_words
 
 
 def crop_records(record: Selection | CropSelection) -> tuple[Selection, ...]:
@@ -26,6 +28,16 @@ def order_of(record: Selection | CropSelection) -> list[list[int]]:
     if isinstance(record, CropSelection):
         return [list(pair) for pair in record.order]
     return [[0, token] for token in record.order.tolist()]
+
+
+def asked(question: str, words: Sequence[str]) -> list[list[Any]]:
+    """The question in parts, each with whether it is a word of the query."""
+    parts: list[list[Any]] = []
+    at = 0
+    for start, stop in spans_of_words(question, words):
+        parts += [[question[at:start], False], [question[start:stop], True]]
+        at = stop
+    return [part for part in [*parts, [question[at:], False]] if part[0]]
 
 
 def steps(selection: Selection, vision_affinity: Affinity, swap_limit: int) -> dict[str, Any]:

@@ -269,7 +269,16 @@ function buildSamples() {
   $('suggestions').replaceChildren(...questions.map((text) => element('option', { value: text })));
 }
 
+// The question as it was asked; words that are not part of the query are struck through.
+function buildAsked() {
+  const { asked } = panels[0].trace;
+  const parts = asked.map(([text, kept]) => (kept || !/[\p{L}\p{N}]/u.test(text) ? text : element('del', { title: 'Not part of the query' }, text)));
+  $('asked').replaceChildren(...parts);
+  $('asked').hidden = !asked.some(([, kept]) => kept);
+}
+
 function buildWords() {
+  buildAsked();
   const { words } = panels[0].trace;
   $('words').replaceChildren(...words.map((word, at) => element(
     'button',
@@ -540,6 +549,13 @@ function setBudget(value) {
   rest();
 }
 
+// Text that is not a number, or a number out of range: the box goes back to the budget in use.
+function readCount() {
+  const { value } = $('count');
+  if (value !== '' && Number(value) !== state.budget) setBudget(Number(value));
+  $('count').value = state.budget;
+}
+
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
   $('theme').textContent = theme === 'dark' ? 'Light' : 'Dark';
@@ -574,7 +590,9 @@ function wire() {
     $('file').value = '';
   });
   $('budget').addEventListener('input', () => setBudget(Number($('budget').value)));
-  $('count').addEventListener('change', () => setBudget(Number($('count').value)));
+  $('count').addEventListener('change', readCount);
+  // Text that is no number at all is not a change.
+  $('count').addEventListener('blur', readCount);
   $('film').addEventListener('input', () => { stop(); state.frame = Number($('film').value); cursor = null; draw(); });
   $('back').addEventListener('click', () => { stop(); step(-1); });
   $('forth').addEventListener('click', () => { stop(); step(1); });
