@@ -132,17 +132,35 @@ def refine(
     tuple
         Sorted indices after the swaps, and the accepted swaps.
     """
-    current = np.sort(kept)
-    counted = len(current) if depth is None else min(depth, len(current))
-    full = depth is not None and depth <= len(current)
-    limit = -1 if passes is None else passes
     if query_affinity.dtype != vision_affinity.dtype:
         vision_affinity = vision_affinity.astype(np.float64, copy=False)
         query_affinity = query_affinity.astype(np.float64)
-    swaps = _refine(
-        vision_affinity, query_affinity, current, eligible, counted, full, float(target), float(epsilon), limit
-    )
-    return np.sort(current), [Swap(int(out), int(into), before, after) for out, into, before, after in swaps]
+    n, m, current = len(vision_affinity), len(query_affinity), np.sort(kept)
+    counted = len(current) if depth is None else min(depth, len(current))
+    # Rows that have as many kept tokens as they count: another must exceed the least of them.
+    full = depth is not None and depth <= len(current)
+    outside = eligible.copy()
+    outside[current] = False
+    top_v, top_q = np.zeros((n, 2)), np.zeros((m, counted + 1))
+    _top(vision_affinity, current, top_v)
+    _top(query_affinity, current, top_q)
+    # Coverage gains of the set: those of the empty set, less what its rows have already.
+    gains, rows = np.zeros((3, n)), np.arange(-1, n)
+    rows[0] = n
+    _add_rows(vision_affinity, gains[0], 0, n)
+    thresholds = np.zeros((2, n), dtype=vision_affinity.dtype)
+    thresholds[1] = top_v[:, 0]
+    _lower_gains(vision_affinity, rows, *thresholds, gains[0], 0, n)
+    swaps: list[Swap] = []
+    limits, found = (float(target), float(epsilon)), np.zeros((len(current), 4))
+    while passes is None or passes > 0:
+        passes = None if passes is None else passes - 1
+        arrays = (np.sort(current), current, outside, top_v, top_q, gains, found)
+        accepted = _swap_pass(vision_affinity, query_affinity, counted, full, *limits, *arrays)
+        swaps += [Swap(int(out), int(into), before, after) for out, into, before, after in found[:accepted].tolist()]
+        if not accepted:
+            break
+    return np.sort(current), swaps
 
 
 def _run_parallel(tasks: Sequence[Callable[[], _T]]) -> list[_T]:
@@ -281,10 +299,12 @@ def _steps(av, aq, targets, rule, depth, alpha, weights, gains, raised, synced, 
 
 
 @compiled
-def _top(a, kept, count):  # type: ignore[no-untyped-def]
-    """The ``count`` largest entries of every row over the kept tokens, in falling order, padded with zeros."""
-    top = np.zeros((a.shape[0], count))
+def _top(a, kept, top):  # type: ignore[no-untyped-def]
+    """The largest entries of every row over the kept tokens, in falling order, padded with zeros, into ``top``."""
+    count = top.shape[1]
     for i in range(a.shape[0]):
+        for place in range(count):
+            top[i, place] = 0.0
         for token in kept:
             value = np.float64(a[i, token])
             place = count
@@ -294,61 +314,63 @@ def _top(a, kept, count):  # type: ignore[no-untyped-def]
                 place -= 1
             if place < count:
                 top[i, place] = value
-    return top
 
 
 @compiled
-def _refine(av, aq, kept, eligible, counted, full, target, epsilon, passes):  # type: ignore[no-untyped-def]
-    """One-exchange passes with top-two deletions (top r + 1 for relevance that counts r tokens); see `refine`.
+def _swap_pass(av, aq, counted, full, target, epsilon, order, kept, outside, top_v, top_q, gains, swaps):  # type: ignore[no-untyped-def]
+    """One pass of exchanges with top-two deletions (top r + 1 for relevance that counts r tokens); see `refine`.
 
-    ``full`` says whether rows have as many kept tokens as they count, so that another must exceed the least of them.
+    Tokens are tried in ``order``. ``gains`` are those of coverage, of coverage without the token, and of relevance, (3,
+    n). Accepted swaps go to ``swaps``; returns their number. Loops are written out: array expressions take much longer
+    to compile.
     """
-    n, m = av.shape[0], aq.shape[0]
-    swaps = [(0, 0, 0.0, 0.0) for _ in range(0)]
-    outside = eligible.copy()
-    outside[kept] = False
-    top_v, top_q = _top(av, kept, 2), _top(aq, kept, counted + 1)
-    gains = np.zeros(n)
-    for i in range(n):
-        _add_between(av[i], top_v[i, 0], np.inf, 1.0, gains)
-    done = 0
-    while done != passes:
-        accepted = False
-        for out in np.sort(kept):
-            coverage, relevance = top_v[:, 0].sum(), top_q[:, :counted].sum()
-            before = relevance / max(m, 1) + coverage / n
-            floor = min(target, coverage)
-            # Deleting `out` lowers only the rows that it alone represents; all other gains stay as they are.
-            without, relevance_gains = gains.copy(), np.zeros(n)
-            for i in range(n):
-                if av[i, out] == top_v[i, 0] and top_v[i, 0] > top_v[i, 1]:
-                    coverage -= top_v[i, 0] - top_v[i, 1]
-                    _add_between(av[i], top_v[i, 1], top_v[i, 0], 1.0, without)
-            for i in range(m):
-                threshold = top_q[i, counted - 1]
-                if aq[i, out] >= threshold:
-                    threshold = top_q[i, counted]
-                    relevance -= np.float64(aq[i, out]) - threshold
-                _add_between(aq[i], threshold if full else 0.0, np.inf, 1.0, relevance_gains)
-            into, highest = -1, -np.inf
-            for j in range(n):
-                if outside[j] and coverage + without[j] >= floor:
-                    after = (relevance + relevance_gains[j]) / max(m, 1) + (coverage + without[j]) / n
-                    if after > (1.0 + epsilon) * before and after > highest:
-                        into, highest = j, after
-            if into < 0:
-                continue
-            accepted = True
-            swaps.append((out, into, before, highest))
-            outside[out], outside[into] = True, False
-            kept[kept == out] = into
-            old = top_v[:, 0].copy()
-            top_v, top_q = _top(av, kept, 2), _top(aq, kept, counted + 1)
-            for i in range(n):
-                low, high = min(old[i], top_v[i, 0]), max(old[i], top_v[i, 0])
-                if low < high:
-                    _add_between(av[i], low, high, 1.0 if old[i] == high else -1.0, gains)
-        done += 1
-        if not accepted:
-            break
-    return swaps
+    n, m, accepted, entry = av.shape[0], aq.shape[0], 0, av.dtype.type
+    coverage_gains, without, relevance_gains = gains[0], gains[1], gains[2]
+    for out in order:
+        coverage = relevance = 0.0
+        for i in range(n):
+            coverage += top_v[i, 0]
+        for i in range(m):
+            for place in range(counted):
+                relevance += top_q[i, place]
+        before = relevance / max(m, 1) + coverage / n
+        floor = min(target, coverage)
+        for j in range(n):
+            without[j], relevance_gains[j] = coverage_gains[j], 0.0
+        # Deleting `out` lowers only the rows that it alone represents; all other gains stay as they are.
+        for i in range(n):
+            if av[i, out] == top_v[i, 0] and top_v[i, 0] > top_v[i, 1]:
+                coverage -= top_v[i, 0] - top_v[i, 1]
+                _add_between(av[i], entry(top_v[i, 1]), entry(top_v[i, 0]), 1.0, without)
+        for i in range(m):
+            threshold = top_q[i, counted - 1]
+            if aq[i, out] >= threshold:
+                threshold = top_q[i, counted]
+                relevance -= np.float64(aq[i, out]) - threshold
+            _add_between(aq[i], entry(threshold if full else 0.0), entry(np.inf), 1.0, relevance_gains)
+        into, highest = -1, -np.inf
+        for j in range(n):
+            if outside[j] and coverage + without[j] >= floor:
+                after = (relevance + relevance_gains[j]) / max(m, 1) + (coverage + without[j]) / n
+                if after > (1.0 + epsilon) * before and after > highest:
+                    into, highest = j, after
+        if into < 0:
+            continue
+        swap = swaps[accepted]
+        swap[0], swap[1], swap[2], swap[3] = out, into, before, highest
+        accepted += 1
+        outside[out], outside[into] = True, False
+        for place in range(len(kept)):
+            if kept[place] == out:
+                kept[place] = into
+        for i in range(n):
+            without[i] = top_v[i, 0]
+        _top(av, kept, top_v)
+        _top(aq, kept, top_q)
+        for i in range(n):
+            old, new = without[i], top_v[i, 0]
+            if old < new:
+                _add_between(av[i], entry(old), entry(new), -1.0, coverage_gains)
+            elif new < old:
+                _add_between(av[i], entry(new), entry(old), 1.0, coverage_gains)
+    return accepted
