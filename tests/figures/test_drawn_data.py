@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matplotlib.collections import LineCollection, PathCollection
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 import stacktok
@@ -31,7 +33,7 @@ from stacktok.figures.results import (
     radar_data,
 )
 from stacktok.figures.trajectory import candidate_data, draw_nominees, draw_trajectory, nominee_data
-from stacktok.methods import Spotlight, StackTok, VisionZip
+from stacktok.methods import DivPrune, Spotlight, StackTok, VisionZip
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,6 +66,12 @@ def saved(figure, ending="svg"):
     return stream.getvalue()
 
 
+def legend(owner):
+    """Texts of the legend of axes or of a figure."""
+    found = owner.get_legend() if hasattr(owner, "get_legend") else owner.legends[0]
+    return [text.get_text() for text in found.get_texts()]
+
+
 def test_the_radar_shows_table_3_and_annotates_the_tightest_budgets():
     data = radar_data(published_cross_model())
     assert len(data.spokes) == 12
@@ -89,6 +97,11 @@ def test_difference_bars_follow_table_1_with_a_near_zero_class():
     axes = Figure().subplots()
     draw_differences(axes, bars)
     assert [patch.get_width() for patch in axes.patches] == pytest.approx([bar.points for bar in bars])
+    looks = {bar.kind: patch.get_facecolor() for patch, bar in zip(axes.patches, bars, strict=True)}
+    assert legend(axes) == ["ahead", "behind", "within 0.1 points"]
+    assert [handle.get_facecolor() for handle in axes.get_legend().get_patches()] == [
+        looks[kind] for kind in ("gain", "loss", "near zero")
+    ]
 
 
 def test_floating_bars_follow_table_a1():
@@ -171,6 +184,9 @@ def test_nominees_are_those_of_the_run():
         f"{name}: {crop.k}" for name, crop in zip(("base view", "tile 1", "tile 2"), record.crops, strict=True)
     ]
     assert sum(len(c.get_offsets()) for c in axes.collections) == int(np.isfinite(data.gains).sum())
+    winners = [f"got the slot, by {name}" for name in dict.fromkeys(data.criteria)]
+    assert legend(axes) == [*winners, "nominee of a crop that did not"]
+    assert axes.get_ylabel() == "crop: tokens it got"
 
 
 @pytest.mark.parametrize(
@@ -249,8 +265,33 @@ def test_show_draws_methods_and_budgets_in_one_figure_with_hatched_padding():
     assert any(patch.get_hatch() for axes in spots for patch in axes.patches)
     words = [axes.get_title() for axes in figures["relevance"].axes if axes.get_title()]
     assert words == ["there", "dog"]
+    # A row of the relevance figure is a crop, named at its left.
+    rows = [axes.get_ylabel() for axes in figures["relevance"].axes][:: len(words)]
+    crops = len(rows)
+    assert rows == ["base view", *(f"tile {number}" for number in range(1, crops))]
+    assert crops * 4 == len(spots)
+    assert "padding" in legend(figures["kept"])
+    assert figures["trajectory"].axes[0].get_title().startswith("base view: strictness")
     for figure in figures.values():
         assert saved(figure, "png").startswith(b"\x89PNG")
+
+
+def test_a_legend_names_what_is_drawn_and_nothing_else():
+    built, picture = tiny.build("llava"), tiny.picture(96, 96)
+    inputs = built.inputs(["Is there a dog?"], [[picture]])
+    square, merged = "kept by another rule", "merged into one token"
+    for method, others in (
+        (StackTok(swap_limit=0), set()),
+        (DivPrune(), {square}),
+        (VisionZip(), {square, merged}),
+    ):
+        figure = draw(built.model, built.processor, inputs, picture, "Is there a dog?", [method], [18])["kept"]
+        (axes,) = (axes for axes in figure.axes if axes.images)
+        assert not any(patch.get_hatch() for patch in axes.patches)
+        names = {"#e8731a": "picked by relevance to the question", "#006964": "picked to cover the image"}
+        colours = {to_hex(own.get_facecolor()[0]) for own in axes.collections if isinstance(own, PathCollection)}
+        assert any(isinstance(own, LineCollection) for own in axes.collections) == (merged in others)
+        assert set(legend(figure)) == {names[colour] for colour in colours & set(names)} | others
 
 
 def test_show_draws_the_weights_of_a_method_that_has_them():
@@ -262,7 +303,7 @@ def test_show_draws_the_weights_of_a_method_that_has_them():
         built.model(**inputs)
     weights = [crop.row_weights for crop in pruned.last[0].selection.crops]
     drawn = [axes.get_xlabel() for axes in figures["weights"].axes]
-    assert drawn == [f"max {100 * own.max():.1f} %" for own in weights]
+    assert drawn == [f"brightest token: {100 * own.max():.1f} %" for own in weights]
 
 
 def test_a_picture_in_patches_lies_on_its_grid_with_the_steps_written_on_demand():

@@ -109,7 +109,8 @@ def draw(
                 record = selection
             seen = encoder_views(picture, result.image, inputs["pixel_values"], processor.image_processor)
             pictures = [np.asarray(view) / 255 for view in seen]
-            name = f"{type(method).__name__}, {budget}: {result.reduction.tokens} of {result.image.n} tokens"
+            asked = "" if str(budget) == str(result.reduction.tokens) else f", {budget}"
+            name = f"{type(method).__name__}{asked}: {result.reduction.tokens} of {result.image.n} tokens"
             row.append((name, pictures, panel_data(result.image, result.reduction)))
         rows.append(row)
     if first is None:

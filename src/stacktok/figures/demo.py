@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from stacktok.figures.image import Panel, draw_image
-from stacktok.figures.kept import COVERAGE, OTHER, RELEVANCE
+from stacktok.figures.kept import legend_handles
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,7 +45,6 @@ def demo_figure(questions: Sequence[str], rows: Sequence[Sequence[Shown]], tiles
         Rows and columns of tiles; None for one crop.
     """
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
 
     columns = len(rows[0])
     wide = 1.0 if tiles is None else 1.7
@@ -62,12 +61,6 @@ def demo_figure(questions: Sequence[str], rows: Sequence[Sequence[Shown]], tiles
             axes.set_xticks([])
             axes.set_yticks([])
             axes.set_ylabel(question, fontsize=10)
-    criteria = {by for row in rows for shown in row for panel in shown.panels for by in panel.criteria}
-    marks = [
-        Line2D([], [], marker="o", ls="", color=RELEVANCE, label="picked by relevance to the question"),
-        Line2D([], [], marker="^", ls="", color=COVERAGE, label="picked to cover the image"),
-    ]
-    if criteria - {"relevance", "coverage"}:
-        marks.append(Line2D([], [], marker="s", ls="", color=OTHER, label="swapped in"))
+    marks = legend_handles(by for row in rows for shown in row for panel in shown.panels for by in panel.criteria)
     figure.legend(handles=marks, loc="outside lower center", ncols=3, frameon=False)
     return figure

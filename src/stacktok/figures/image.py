@@ -14,7 +14,7 @@ from stacktok.core.affinity import affinities
 from stacktok.core.inputs import Mask
 from stacktok.core.record import CropSelection, Selection
 from stacktok.core.tokens import EncodedImage, Reduction
-from stacktok.figures.kept import COVERAGE, OTHER, RELEVANCE, criteria_of, draw_kept, outline
+from stacktok.figures.kept import criteria_of, draw_kept, legend_handles, outline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -159,11 +159,16 @@ def draw_image(
     left, right = target.subfigures(1, 2, width_ratios=(1, max(1.0, columns / rows)))
     base = left.subplots()
     draw_panel(base, pictures[0], panels[0], numbered=numbered)
-    base.set_title(_share("base view", panels[0]), fontsize=7)
+    base.set_title(_share(crop_name(0), panels[0]), fontsize=7)
     spots = np.atleast_1d(right.subplots(rows, columns, squeeze=False)).reshape(-1)
     for spot, picture, panel in zip(spots, pictures[1:], panels[1:], strict=True):
         draw_panel(spot, picture, panel, numbered=numbered)
-        spot.set_title(_share(f"tile {panel.crop}", panel), fontsize=7)
+        spot.set_title(_share(crop_name(panel.crop), panel), fontsize=7)
+
+
+def crop_name(crop: int) -> str:
+    """A crop of several by its number: the base view comes first."""
+    return f"tile {crop}" if crop else "base view"
 
 
 def _share(name: str, panel: Panel) -> str:
@@ -220,18 +225,14 @@ def comparison_figure(
     for spot_row, row in zip(spots, entries, strict=True):
         for spot, (name, pictures, panels) in zip(spot_row, row, strict=False):
             draw_image(spot, pictures, panels, tiles=tiles, numbered=numbered, title=name)
-    figure.legend(handles=_legend(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    drawn = [panel for row in entries for _, _, panels in row for panel in panels]
+    handles = legend_handles(
+        (by for panel in drawn for by in panel.criteria),
+        merged=any(panel.regions for panel in drawn),
+        padding=not all(panel.eligible.all() for panel in drawn),
+    )
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)), fontsize=8, frameon=False)
     return figure
-
-
-def _legend() -> list[Any]:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    marks = (("o", RELEVANCE, "by relevance"), ("^", COVERAGE, "by coverage"), ("s", OTHER, "otherwise"))
-    lines: list[Any] = [Line2D([], [], marker=m, color=c, ls="", label=f"kept {text}") for m, c, text in marks]
-    lines.append(Patch(facecolor="white", edgecolor=OTHER, hatch="///", label="padding"))
-    return lines
 
 
 def relevance_maps(
@@ -261,12 +262,22 @@ def relevance_maps(
     return maps
 
 
-def heat_figure(pictures: Sequence[NDArray[Any]], maps: Mapping[str, Sequence[Floats]]) -> Figure:
-    """Relevance per query word: rows are crops, columns words, each scaled to its own maximum."""
+def heat_figure(pictures: Sequence[NDArray[Any]], maps: Mapping[str, Sequence[Floats]], what: str) -> Figure:
+    """Shares of tokens, which sum to 1 in a map: rows are crops, columns words, each map scaled to its own maximum.
+
+    Parameters
+    ----------
+    pictures
+        Per crop.
+    maps
+        By the title of a column, per crop, (h, w).
+    what
+        Says what is shared, below the figure.
+    """
     from matplotlib.figure import Figure
 
     rows, columns = len(pictures), max(1, len(maps))
-    figure = Figure(figsize=(2.2 * columns, 2.3 * rows + 0.3), layout="constrained")
+    figure = Figure(figsize=(max(3.0, 2.2 * columns), 2.3 * rows + 0.5), layout="constrained")
     spots = figure.subplots(rows, columns, squeeze=False)
     for column, (word, crops) in enumerate(maps.items()):
         for row, (picture, heat) in enumerate(zip(pictures, crops, strict=True)):
@@ -280,5 +291,8 @@ def heat_figure(pictures: Sequence[NDArray[Any]], maps: Mapping[str, Sequence[Fl
             axes.set_yticks([])
             if row == 0:
                 axes.set_title(word, fontsize=9)
-            axes.set_xlabel(f"max {100 * largest:.1f} %", fontsize=7)
+            if column == 0 and rows > 1:
+                axes.set_ylabel(crop_name(row), fontsize=8)
+            axes.set_xlabel(f"brightest token: {100 * largest:.1f} %", fontsize=7)
+    figure.supxlabel(what, fontsize=8)
     return figure

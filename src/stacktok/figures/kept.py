@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +16,14 @@ if TYPE_CHECKING:
 RELEVANCE, COVERAGE, OTHER, MERGED = "#e8731a", "#006964", "#5c5c5c", "#7b4fa3"
 """The paper's colours: orange for relevance, teal for coverage; grey for neither, purple for tokens made of several."""
 
-_MARKS = {"relevance": ("o", RELEVANCE), "coverage": ("^", COVERAGE)}
+MARKS = {"relevance": ("o", RELEVANCE), "coverage": ("^", COVERAGE)}
+"""Shape and colour by criterion; tokens of any other, or of none, are grey squares."""
+
+_LABELS = {
+    "relevance": "picked by relevance to the question",
+    "coverage": "picked to cover the image",
+    "swap": "swapped in",
+}
 
 
 def draw_kept(
@@ -61,7 +68,7 @@ def draw_kept(
     grey = shown.mean(axis=2, keepdims=True)
     axes.imshow(np.where(bright, shown, 0.78 + 0.17 * grey + 0.05 * shown), extent=(0, columns, rows, 0))
     for name in dict.fromkeys(criteria):
-        marker, colour = _MARKS.get(name, ("s", OTHER))
+        marker, colour = MARKS.get(name, ("s", OTHER))
         places = np.array([index for index, by in zip(indices, criteria, strict=True) if by == name])
         size = min(64.0, 5000.0 / max(rows, columns) ** 1.6)
         axes.scatter(
@@ -88,6 +95,36 @@ def criteria_of(selection: Any) -> list[str]:
     """The criterion of each kept token of a `Selection`, in the order of its indices; "swap" for those swapped in."""
     scored = dict(zip(selection.order.tolist(), selection.criterion, strict=True))
     return [scored.get(index, "swap") for index in selection.indices.tolist()]
+
+
+def legend_handles(criteria: Iterable[str], *, merged: bool = False, padding: bool = False) -> list[Any]:
+    """Entries of a legend for what is drawn, and for nothing else.
+
+    Parameters
+    ----------
+    criteria
+        Those of all tokens drawn.
+    merged, padding
+        Whether merged regions and hatched padding are drawn.
+    """
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    names = set(criteria)
+    handles: list[Any] = [
+        Line2D([], [], marker=marker, color=colour, ls="", label=_LABELS[name])
+        for name, (marker, colour) in MARKS.items()
+        if name in names
+    ]
+    squares = [_LABELS["swap"]] if "swap" in names else []
+    squares += ["kept by another rule"] if names - set(_LABELS) else []
+    if squares:
+        handles.append(Line2D([], [], marker="s", color=OTHER, ls="", label=" or ".join(squares)))
+    if merged:
+        handles.append(Patch(facecolor="none", edgecolor="tab:blue", lw=1.6, label="merged into one token"))
+    if padding:
+        handles.append(Patch(facecolor="white", edgecolor=OTHER, hatch="///", label="padding"))
+    return handles
 
 
 def outline(tokens: Sequence[int], columns: int) -> list[list[tuple[int, int]]]:

@@ -160,6 +160,8 @@ def difference_data(
 
 def draw_differences(axes: Axes, bars: Sequence[Bar], title: str = "") -> None:
     """Draw difference bars; hatching says the same as colour."""
+    from matplotlib.patches import Patch
+
     looks = {"gain": (RELEVANCE, ""), "loss": (COVERAGE, "//"), "near zero": ("#c4c8ca", "..")}
     drawn = axes.barh([bar.benchmark for bar in bars], [bar.points for bar in bars], height=0.66)
     for patch, bar in zip(drawn, bars, strict=True):
@@ -176,6 +178,14 @@ def draw_differences(axes: Axes, bars: Sequence[Bar], title: str = "") -> None:
             va="center",
             fontsize=8,
         )
+    labels = {"gain": "ahead", "loss": "behind", "near zero": f"within {NEAR_ZERO:.1f} points"}
+    kinds = {bar.kind for bar in bars}
+    handles = [
+        Patch(facecolor=colour, hatch=hatch, edgecolor="white", label=labels[kind])
+        for kind, (colour, hatch) in looks.items()
+        if kind in kinds
+    ]
+    axes.legend(handles=handles, loc="lower right", fontsize=8, frameon=False)
     axes.axvline(0, color="black", lw=0.8)
     axes.invert_yaxis()
     axes.margins(x=0.18)

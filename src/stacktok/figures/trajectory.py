@@ -13,12 +13,11 @@ from stacktok.core.affinity import Affinity
 from stacktok.core.inputs import Mask
 from stacktok.core.record import CropSelection, Selection
 from stacktok.core.reference import gain_sums, row_thresholds
-from stacktok.figures.kept import COVERAGE, OTHER, RELEVANCE
+from stacktok.figures.image import crop_name
+from stacktok.figures.kept import COVERAGE, MARKS, OTHER
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-_LOOK = {"relevance": ("o", RELEVANCE), "coverage": ("^", COVERAGE)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,9 +94,9 @@ def draw_trajectory(axes: Axes, selection: Selection, candidates: Candidates | N
     sizes = np.arange(selection.k + 1)
     axes.plot(sizes, selection.reference, color=OTHER, lw=1, ls=":", label="coverage-only reference")
     axes.plot(sizes, selection.target, color="black", lw=1.2, ls="--", label="support target")
-    axes.plot(sizes, selection.coverage, color="#b9c4c4", lw=1, zorder=1)
+    axes.plot(sizes, selection.coverage, color="#b9c4c4", lw=1, zorder=1, label="this run")
     for name in dict.fromkeys(selection.criterion):
-        marker, colour = _LOOK.get(name, ("s", OTHER))
+        marker, colour = MARKS.get(name, ("s", OTHER))
         steps = np.array([t for t, criterion in enumerate(selection.criterion) if criterion == name])
         axes.scatter(
             steps + 1,
@@ -118,13 +117,17 @@ def draw_trajectory(axes: Axes, selection: Selection, candidates: Candidates | N
     bound = int(selection.bound.sum())
     axes.set_title(f"strictness {selection.strictness:.2f}, gate bound at {bound} of {selection.k} steps", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, frameon=False)
+    legend = axes.legend(fontsize=8, frameon=False)
+    for handle, text in zip(legend.legend_handles, legend.get_texts(), strict=True):
+        if handle is not None and text.get_text() == "not chosen":
+            # The dots have the colours of their steps; their entry has none of them.
+            handle.set(color=OTHER, alpha=0.3)
 
 
 def _draw_candidates(axes: Axes, selection: Selection, candidates: Candidates) -> None:
     from matplotlib.collections import LineCollection
 
-    colours = [_LOOK.get(selection.criterion[t], ("s", OTHER))[1] for t in candidates.steps.tolist()]
+    colours = [MARKS.get(selection.criterion[t], ("s", OTHER))[1] for t in candidates.steps.tolist()]
     reached = selection.coverage[candidates.steps]
     ends = np.stack([candidates.steps + 1.0, candidates.coverage], axis=1)
     branches = np.stack([np.stack([candidates.steps, reached], axis=1), ends], axis=1)
@@ -173,13 +176,18 @@ def draw_nominees(axes: Axes, selection: CropSelection) -> None:
         there = np.isfinite(data.gains[:, crop]) & (data.winners != crop)
         axes.scatter(np.flatnonzero(there) + 1, np.full(there.sum(), crop), s=sizes[there], c="#d3d7d8", lw=0)
         for name in dict.fromkeys(data.criteria):
-            marker, colour = _LOOK.get(name, ("s", OTHER))
+            marker, colour = MARKS.get(name, ("s", OTHER))
             won = (data.winners == crop) & np.array([criterion == name for criterion in data.criteria], dtype=np.bool_)
             axes.scatter(np.flatnonzero(won) + 1, np.full(won.sum(), crop), s=sizes[won], c=colour, marker=marker, lw=0)
     shares = np.bincount(data.winners, minlength=crops)
-    names = ["base view", *(f"tile {number}" for number in range(1, crops))]
-    axes.set_yticks(range(crops), labels=[f"{name}: {share}" for name, share in zip(names, shares, strict=True)])
+    axes.set_yticks(range(crops), labels=[f"{crop_name(crop)}: {share}" for crop, share in enumerate(shares)])
     axes.invert_yaxis()
     axes.set_xlim(0.3, steps + 0.7)
     axes.set_xlabel("step; size of a mark: combined gain of the crop's nominee")
+    axes.set_ylabel("crop: tokens it got")
+    for name in dict.fromkeys(data.criteria):
+        marker, colour = MARKS.get(name, ("s", OTHER))
+        axes.scatter([], [], s=36, c=colour, marker=marker, lw=0, label=f"got the slot, by {name}")
+    axes.scatter([], [], s=36, c="#d3d7d8", lw=0, label="nominee of a crop that did not")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, fontsize=8, frameon=False)
     axes.spines[["top", "right", "left"]].set_visible(False)
