@@ -98,6 +98,11 @@ def to_html(tables: Sequence[Table]) -> str:
         "th:first-child,td:first-child{text-align:left}thead th{background:#ebeef0}"
         "tr.group td{text-align:center;background:#e0e4e6;font-style:italic}tr.paper td{color:#5c5c5c}"
         "p{max-width:60rem;color:#5c5c5c}div{overflow-x:auto}"
+        # On a phone a wide table scrolls in its own frame, and the method stays in view.
+        "@media(max-width:600px){body{margin:1rem}h2{font-size:1.15rem}th,td{padding:.25rem .5rem}"
+        "th:first-child,tr:not(.group) td:first-child{position:sticky;left:0;white-space:normal;max-width:7.5rem;"
+        "min-width:6rem;background:#fff;border-right:1px solid #dcdfe1}thead th:first-child{background:#ebeef0}"
+        "tr.group td{text-align:left}}"
     )
     parts = []
     for table in tables:
@@ -117,8 +122,9 @@ def to_html(tables: Sequence[Table]) -> str:
             f"<tbody>{''.join(body)}</tbody></table></div>{notes}"
         )
     return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>StackTok report</title>'
-        f"<style>{style}</style><body>{''.join(parts)}</body></html>\n"
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>StackTok report</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{style}</style></head><body>{''.join(parts)}</body></html>\n"
     )
 
 

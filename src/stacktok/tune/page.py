@@ -21,9 +21,9 @@ WORST = 12
 """Changes on a page."""
 
 _STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 64rem; padding: 0 1rem; color: #1d2429; }
+body { font: 15px/1.45 system-ui, sans-serif; margin: 1.2rem auto; max-width: 64rem; padding: 0 1rem; color: #1d2429; }
 h1 { font-size: 1.4rem; }
-.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(19rem, 1fr)); gap: 1.2rem; }
+.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 19rem), 1fr)); gap: 1.2rem; }
 article { border: 1px solid #d5dbdf; border-radius: 6px; padding: .8rem; }
 img { width: 100%; display: block; border-radius: 3px; }
 dl { margin: .6rem 0 0; display: grid; grid-template-columns: auto 1fr; gap: .1rem .7rem; }
