@@ -34,9 +34,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_row_by_row_as_ask(data: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     common = ("batch", "--data", data / "asked.jsonl", "--question-column", "q", "--out", tmp_path / "out")
-    code, out, _ = shell(monkeypatch, capsys, *common, "--budget", 32, "--shard-rows", 8, "--json")
+    code, out, err = shell(monkeypatch, capsys, *common, "--budget", 32, "--shard-rows", 8, "--json")
     summary = json.loads(out)
     assert code == 0
+    # Without a terminal there are plain lines, none of them a bar of another library.
+    assert "0 rows, 0.0 rows/s" in err
+    assert not set(err) & {"\r", "\x1b", "━"}
     assert (summary["rows"], summary["errors"], summary["encoded"], summary["prepared"]) == (13, 1, 4, 4)
     rows = [row for path in sorted((tmp_path / "out").glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
     from stacktok.embedded import resolve

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import stacktok
+from stacktok.cli.common import progress_bar
 
 WATCH = """
 import sys
@@ -68,6 +72,49 @@ def test_the_version_and_the_module(tmp_path: Path) -> None:
     for start in (["-m", "stacktok"], ["-c", "from stacktok.cli import main; main()"]):
         done = subprocess.run([sys.executable, *start, "--version"], capture_output=True, text=True, check=True)
         assert done.stdout == f"stacktok {stacktok.__version__}\n"
+
+
+def test_progress_is_one_bar_on_a_terminal_and_plain_lines_elsewhere() -> None:
+    texts = [f"{number} rows, a text that is longer than a narrow window, {'and' * 20}" for number in range(3)]
+    written = {}
+    for terminal in (True, False):
+        stream = io.StringIO()
+        with progress_bar(Console(file=stream, force_terminal=terminal, width=80)) as show:
+            for number, text in enumerate(texts):
+                show(number / 2, text)
+        written[terminal] = stream.getvalue()
+    assert written[False].splitlines() == texts
+    # The last state of the one bar stays.
+    assert "100%" in written[True]
+    assert written[True].count("━" * 20) >= 1
+    stream = io.StringIO()
+    with progress_bar(Console(file=stream, force_terminal=False), every=1000.0) as show:
+        for text in texts:
+            show(0.0, text)
+    assert stream.getvalue().splitlines() == texts[:1]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_commands_and_options(shell: str, tmp_path: Path) -> None:
+    def complete(line: str) -> str:
+        words = line.split(" ")
+        asked = {"bash": "complete_bash", "zsh": "complete_zsh", "fish": "complete_fish"}[shell]
+        environment = os.environ | {"_STACKTOK_COMPLETE": asked, "_TYPER_COMPLETE_ARGS": line}
+        environment |= {"COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+        environment |= {"_TYPER_COMPLETE_FISH_ACTION": "get-args", "_TYPER_COMPLETE_WORD_TO_COMPLETE": words[-1]}
+        command = [sys.executable, "-c", "import sys; sys.argv = ['stacktok']; from stacktok.cli import main; main()"]
+        return subprocess.run(command, capture_output=True, text=True, env=environment).stdout
+
+    found = complete("stacktok ")
+    assert all(command in found for command in COMMANDS)
+    assert "--budget" in complete("stacktok ask --bu")
+    # What a shell is given to source, by name: detecting the shell needs one around it.
+    environment = os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    shown = subprocess.run(
+        [sys.executable, "-m", "stacktok", "--show-completion", shell], capture_output=True, text=True, env=environment
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "_STACKTOK_COMPLETE" in shown.stdout
 
 
 def test_every_public_name_is_there() -> None:

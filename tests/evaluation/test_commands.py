@@ -34,6 +34,9 @@ def test_eval_and_report_from_a_file(checkpoint, tmp_path):
     assert ended.exit_code == 0, ended.output
     assert ended.stdout.strip() == str(tmp_path / "out" / "small")
     assert "[4 of 4 cells" in ended.stderr
+    # Without a terminal there are plain lines, none of them a bar of another library.
+    assert all(line.startswith("[") for line in ended.stderr.splitlines()), ended.stderr
+    assert not set(ended.stderr) & {"\r", "\x1b", "━"}
     again = call("eval", plan, "--out", tmp_path / "out", "--device", "cpu", "--limit", 2)
     assert again.stderr.strip() == "[4 of 4 cells]"
     report = call("report", tmp_path / "out", "--baseline", "Vanilla")

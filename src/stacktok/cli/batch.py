@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +20,7 @@ from stacktok.cli.common import (
     load_settings,
     model_path,
     parse_settings,
+    progress_bar,
     stderr,
     stdout,
     user_errors,
@@ -99,20 +98,21 @@ def batch(
             found = measure(source, spec, rows=estimate_rows, price=price, batch_rows=batch_rows)
         else:
             check_folder(out)
-            found = run_batch(
-                source,
-                out,
-                spec,
-                spec.job(),
-                shard_rows=shard_rows,
-                batch_rows=batch_rows,
-                window_bytes=int(window_megabytes * 1e6),
-                max_errors=max_errors,
-                ray=ray,
-                workers=pool,
-                gpus=gpus,
-                report=_reporter(),
-            )
+            with progress_bar(stderr(), _EVERY) as show:
+                found = run_batch(
+                    source,
+                    out,
+                    spec,
+                    spec.job(),
+                    shard_rows=shard_rows,
+                    batch_rows=batch_rows,
+                    window_bytes=int(window_megabytes * 1e6),
+                    max_errors=max_errors,
+                    ray=ray,
+                    workers=pool,
+                    gpus=gpus,
+                    report=lambda progress: show(progress.share, str(progress)),
+                )
             found = {**found, "out": str(out)}
     print(json.dumps(found)) if as_json else _show(found)
 
@@ -123,18 +123,6 @@ def _workers(text: str) -> tuple[int, int]:
         return int(least), int(most or least)
     except ValueError:
         raise ValueError(f"workers {text!r} is not a number or a range; give 4 or 1:8") from None
-
-
-def _reporter() -> Callable[[Any], None]:
-    console, last = stderr(), 0.0
-
-    def report(progress: Any) -> None:
-        nonlocal last
-        if time.monotonic() - last >= _EVERY:
-            last = time.monotonic()
-            console.print(str(progress), markup=False, highlight=False)
-
-    return report
 
 
 def _show(found: dict[str, Any]) -> None:

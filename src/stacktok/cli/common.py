@@ -5,10 +5,12 @@ Nothing here or in a command's module imports torch before the command runs: hel
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -193,6 +195,41 @@ def stdout() -> Console:
 
     console = Console()
     return console if console.is_terminal else Console(width=NARROW)
+
+
+@contextmanager
+def progress_bar(console: Console, every: float = 0.0) -> Iterator[Callable[[float, str], None]]:
+    """A function that shows a share done, from 0 to 1, and a text: one bar on a terminal, plain lines elsewhere.
+
+    Parameters
+    ----------
+    console
+        Where.
+    every
+        Seconds between two plain lines, at least.
+    """
+    with suppress(ModuleNotFoundError):
+        # The bars of loading a model would stand beside the one here.
+        logging: Any = import_module("transformers.utils.logging")
+        logging.disable_progress_bar()
+    if not console.is_terminal:
+        last = -math.inf
+
+        def line(share: float, text: str) -> None:
+            nonlocal last
+            if time.monotonic() - last >= every:
+                last = time.monotonic()
+                console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+        yield line
+        return
+
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    columns = (BarColumn(bar_width=20), TextColumn("{task.percentage:>3.0f}% {task.description}", markup=False))
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda share, text: bar.update(task, completed=share, description=text)
 
 
 def stderr() -> Console:

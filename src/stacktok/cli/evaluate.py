@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from stacktok.cli.common import check_file, stderr, user_errors
+from stacktok.cli.common import check_file, progress_bar, stderr, user_errors
 
 
 def evaluate(
@@ -38,12 +38,7 @@ def evaluate(
         if settings is not None:
             given["methods"] = [_method_part(settings)]
         loaded = load_plan(plan, {name: value for name, value in given.items() if value is not None})
-        console = stderr()
-
-        def report(progress: Any, text: str) -> None:
-            console.print(f"[{progress}] {text}", markup=False, highlight=False)
-
-        with one_run(out / loaded.name):
+        with one_run(out / loaded.name), progress_bar(stderr()) as show:
             results = run_plan(
                 loaded,
                 out,
@@ -52,7 +47,7 @@ def evaluate(
                 ray=ray,
                 gpus=gpus,
                 keep_going=keep_going,
-                report=report,
+                report=lambda progress, text: show(progress.share, f"[{progress}] {text}"),
             )
     print(results.folder)
 

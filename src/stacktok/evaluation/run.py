@@ -55,6 +55,11 @@ class Progress:
         work = self.done + self.part
         return None if not work else (time.monotonic() - self._begin) / work * (self.total - self.skipped - work)
 
+    @property
+    def share(self) -> float:
+        """Share of the plan that is done, from 0 to 1."""
+        return min(1.0, (self.done + self.skipped + self.part) / max(1, self.total))
+
     def __str__(self) -> str:
         left = self.seconds_left()
         eta = "" if left is None else f", about {duration(left)} left"
