@@ -21,7 +21,7 @@ DOCS_STAMP := $(DOCS_VENV)/.ready
 CHROMIUM ?= /usr/bin/chromium
 
 .PHONY: setup setup-eval setup-vllm setup-triton setup-lowest browser figures demo test test-eval test-vllm test-triton \
-	test-lowest docs soak lint format bench-select \
+	test-lowest docs test-docs soak lint format bench-select \
 	bench-models bench-view bench-batch bench-serve results train-embedded train-embedded-next clean
 
 setup: $(STAMP)
@@ -90,20 +90,24 @@ test-lowest: setup-lowest
 	$(LOWEST_BIN)/python -m pytest -n 2 tests/cli tests/figures tests/evaluation/test_cells.py tests/evaluation/test_report.py \
 		tests/models/test_pictures.py tests/models/test_loading.py tests/core/test_gate.py tests/core/test_affinity.py
 
-# The documentation site, readable from disk without a network: diagrams and equations are drawn by packages from npm.
+# The documentation site, readable from disk without a network: diagrams, equations and search are by packages from npm.
 $(DOCS_STAMP): pyproject.toml
 	$(PYTHON) -m venv $(DOCS_VENV)
 	$(DOCS_BIN)/python -m pip install --quiet 'mkdocs-material>=9.5,<10' 'mkdocstrings[python]>=0.27' 'mkdocs-jupyter>=0.25'
-	npm install --silent --no-save --no-package-lock --prefix $(DOCS_VENV) mermaid@11 katex@0.16
+	npm install --silent --no-save --no-package-lock --prefix $(DOCS_VENV) mermaid@11 katex@0.16 iframe-worker@1
 	touch $(DOCS_STAMP)
 
 docs: $(DOCS_STAMP)
 	mkdir -p docs/vendor/katex/contrib
 	cp $(DOCS_VENV)/node_modules/mermaid/dist/mermaid.min.js docs/vendor/
+	cp $(DOCS_VENV)/node_modules/iframe-worker/shim/index.js docs/vendor/iframe-worker.js
 	cp -r $(DOCS_VENV)/node_modules/katex/dist/katex.min.css $(DOCS_VENV)/node_modules/katex/dist/katex.min.js \
 		$(DOCS_VENV)/node_modules/katex/dist/fonts docs/vendor/katex/
 	cp $(DOCS_VENV)/node_modules/katex/dist/contrib/auto-render.min.js docs/vendor/katex/contrib/
 	$(DOCS_BIN)/mkdocs build --quiet
+
+test-docs: docs setup browser
+	$(BIN)/pytest tests/site.py
 
 # Ten minutes; CI runs one minute of the same among its tests.
 soak: setup-vllm
@@ -173,5 +177,4 @@ train-embedded-next: setup
 	$(BIN)/python -m training.card --run runs/llava_next --config training/configs/llava_next.yaml
 
 clean:
-	rm -rf $(VENV) $(EVAL_VENV) $(VLLM_VENV) $(TRITON_VENV) build dist out
-	rm -rf $(VENV) $(EVAL_VENV) $(VLLM_VENV) $(LOWEST_VENV) $(DOCS_VENV) site docs/vendor build dist out
+	rm -rf $(VENV) $(EVAL_VENV) $(VLLM_VENV) $(TRITON_VENV) $(LOWEST_VENV) $(DOCS_VENV) site docs/vendor build dist out
