@@ -81,7 +81,10 @@ def test_damaged_files_are_ignored_and_mended(load, tmp_path, ending, content):
     assert sum(function.stats.cache_hits.values()) == 1
 
 
-def test_a_read_only_installation_uses_the_code_that_is_there(load, monkeypatch):
+@pytest.mark.parametrize("where", ["environment", "home"])
+def test_a_read_only_home_and_environment_use_the_code_that_is_there(load, monkeypatch, tmp_path, where):
+    if where == "home":
+        (tmp_path / "package" / "__pycache__").write_text("not a folder")
     load()
 
     def refuse(*_):

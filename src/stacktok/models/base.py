@@ -244,7 +244,7 @@ class ModelAdapter(ABC):
         """
         return {}
 
-    def units(self, output: Any) -> Sequence[torch.Tensor]:
+    def units(self, output: Any, config: Any) -> Sequence[torch.Tensor]:
         """The embeddings that an encoder output puts into the prompt, (tokens, d) each, in order."""
         units: Sequence[torch.Tensor] = output.pooler_output
         return units

@@ -56,6 +56,15 @@ class SmolVLMAdapter(TilesAdapter):
             end = first + length
         return counts
 
+    def units(self, output: Any, config: Any) -> Sequence[torch.Tensor]:
+        """Tiles, (tokens, d) each; from transformers 5.20 on the tiles of a prompt come as one."""
+        found: Any = output.pooler_output
+        if isinstance(found, torch.Tensor):
+            tiles: Sequence[torch.Tensor] = found  # type: ignore[assignment]
+            return tiles
+        # A prompt without pictures has an empty one.
+        return [tile for own in found if len(own) for tile in own.split(self.side(config) ** 2)]
+
     def states(self, call: EncoderCall) -> torch.Tensor:
         """The tower's output."""
         states: torch.Tensor = call.output.last_hidden_state

@@ -278,7 +278,8 @@ class Capture:
         reading = None if self.tower is None else self.tower.take()
         if reading is not None and part is not None:
             reading = whole_reading(reading, part)
-        call = EncoderCall(modality, output, tuple(self.adapter.units(output)), arguments, self.model, self.processor)
+        units = tuple(self.adapter.units(output, self.model.config))
+        call = EncoderCall(modality, output, units, arguments, self.model, self.processor)
         captured = Captured(call, reading, part)
         setattr(output, _ATTRIBUTE, captured)
         self._local.__dict__.setdefault("latest", {})[modality] = weakref.ref(captured)
@@ -290,7 +291,7 @@ class Capture:
         if found is None:
             latest: dict[str, weakref.ref[Captured]] = getattr(self._local, "latest", {})
             found = latest[modality]() if modality in latest else None
-            units = self.adapter.units(output)
+            units = self.adapter.units(output, self.model.config)
             if found is None or len(units) % len(found.call.units) or not _equal(found.call.units[0], units[0]):
                 found = self._note(modality, output, {})
         if found is None:
@@ -325,7 +326,8 @@ class Capture:
         rows: list[list[PlacedImage]] = [[] for _ in ids]
         text, times, seconds = valid.copy(), 1, 0.0
         for modality, output in outputs.items():
-            captured, units = self.captured(modality, output), self.adapter.units(output)
+            captured = self.captured(modality, output)
+            units = self.adapter.units(output, self.model.config)
             shared: tuple[int, ...] | None = getattr(output, _SHARED, None)
             times = max(times, len(units) // max(1, len(captured.call.units if shared is None else shared)))
             groups = [self.adapter.group(self.model.config, row.tolist(), self.processor) for row in ids[::times]]

@@ -296,7 +296,8 @@ class Engine:
         return picture.attended[signal]
 
     def _call(self, output: Any, arguments: Mapping[str, Any]) -> EncoderCall:
-        return EncoderCall("image", output, self.adapter.units(output), arguments, self.model, self.processor)
+        units = self.adapter.units(output, self.model.config)
+        return EncoderCall("image", output, units, arguments, self.model, self.processor)
 
     def _features(self, arguments: Mapping[str, Any]) -> Any:
         base: Any = self.adapter.base(self.model)
