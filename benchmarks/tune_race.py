@@ -35,7 +35,7 @@ from stacktok.tune.race import cheapest, race, verdicts
 from stacktok.tune.run import Search
 
 METHODS = "stacktok,spotlight,mmtok,divprune,cdpruner,visionzip,vispruner,uniform,random,pool"
-BUDGETS = "75%,50%,33%,20%,10%,5%"
+BUDGETS = "192,128,64,32,16,8"
 STYLES = {"llava": STANDARD, "llava_next": DETAIL}
 FIRST_SCENE = 1000
 

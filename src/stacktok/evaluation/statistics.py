@@ -195,40 +195,47 @@ def resampled_means(sums: ArrayLike, sizes: ArrayLike, seed: int = 0) -> NDArray
     Parameters
     ----------
     sums, sizes
-        Sum of the scores and number of the items of every cluster, (C,), or of every cluster and part, (C, P).
+        Sum of the scores and number of the items of every cluster, (C,), or of every cluster and part, (C, P); where
+        all parts have the same items, their numbers may be (C,).
     seed
         Of the resampling.
     """
     values, counts = np.asarray(sums, np.float64), np.asarray(sizes, np.float64)
-    totals = np.concatenate([values.reshape(len(values), -1), counts.reshape(len(values), -1)], axis=1)
+    parts = values.reshape(len(values), -1)
+    totals = np.concatenate([parts, counts.reshape(len(values), -1)], axis=1)
     drawn = np.concatenate([block @ totals for block in _random_blocks(_draws, len(totals), seed, RESAMPLES)])
-    above, below = np.split(drawn, 2, axis=1)
+    above, below = drawn[:, : parts.shape[1]], drawn[:, parts.shape[1] :]
     with np.errstate(invalid="ignore"):
         means: NDArray[np.float64] = (above / below).reshape(-1, *values.shape[1:])
     return means
 
 
-def lower_bound(sums: ArrayLike, confidence: float = 0.95, seed: int = 0) -> float:
-    """A one-sided lower confidence bound of a ratio of two sums over clusters, the first from 0 to the second.
+def lower_bounds(parts: ArrayLike, whole: ArrayLike, confidence: float = 0.95, seed: int = 0) -> NDArray[np.float64]:
+    """One-sided lower confidence bounds of shares: of sums over clusters in another sum over the same clusters, (P,).
 
-    Clusters get random weights of a flat Dirichlet law, and so does one more cluster of which nothing of the second
-    sum, as large as the largest, is left in the first; the bound is the quantile of the ratios. That is Gaffke's
-    bound of a mean (2005): it needs no law of the outcomes, and for one outcome of 0 or 1 per cluster it is the exact
-    bound of Clopper and Pearson (1934), the quantile of a beta law with one miss more than was seen.
+    Clusters get random weights of a flat Dirichlet law, and so does one more cluster with as large a whole as the
+    largest, of which nothing is left; the bound is the quantile of the shares. That is Gaffke's bound of a mean (2005):
+    it needs no law of the outcomes, and for one outcome of 0 or 1 per cluster it is the exact bound of Clopper and
+    Pearson (1934), the quantile of a beta law with one miss more than was seen.
 
     Parameters
     ----------
-    sums
-        Both sums of every cluster, (C, 2).
+    parts
+        Sum of every cluster, for each share, (C, P).
+    whole
+        What the sums are a share of, (C,).
     confidence
-        Chance that the bound is below the ratio, in (0, 1).
+        Chance that a bound is below its share, in (0, 1).
     seed
         Of the weights.
     """
-    own = np.asarray(sums, np.float64)
-    totals = np.concatenate([own, [[0.0, own[:, 1].max()]]])
+    totals = np.column_stack([np.asarray(parts, np.float64), np.asarray(whole, np.float64)])
+    lost = np.zeros(totals.shape[1])
+    lost[-1] = totals[:, -1].max()
+    totals = np.concatenate([totals, lost[None]])
     drawn = np.concatenate([block @ totals for block in _random_blocks(_weights, len(totals), seed, RESAMPLES)])
-    return float(np.quantile(drawn[:, 0] / drawn[:, 1], 1 - confidence))
+    found: NDArray[np.float64] = np.quantile(drawn[:, :-1] / drawn[:, -1:], 1 - confidence, axis=0)
+    return found
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

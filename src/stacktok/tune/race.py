@@ -2,7 +2,7 @@
 
 Settings race over the samples of the search by successive halving. After every rung those go that cannot meet the
 promise any more, those that a setting of no higher cost beats in a paired comparison, and then the least promising
-until half are left (safe and cheap ones in turn). The recommendation is made on samples that the search never saw.
+until half are left. The recommendation is made on samples that the search never saw.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from stacktok.evaluation.statistics import (
     Interval,
-    lower_bound,
+    lower_bounds,
     mean_interval,
     percentile_interval,
     resampled_means,
@@ -95,39 +95,55 @@ def split_pictures(groups: Sequence[str], seed: int = 0, share: float = SEARCH) 
     return [n for n in numbers if place[groups[n]] < cut], [n for n in numbers if place[groups[n]] >= cut]
 
 
-def kept_share(pruned: Floats, full: Floats, groups: Sequence[str], confidence: float = 0.95) -> Interval:
-    """Quality over that of the full model on the same samples, with an interval from resampling pictures.
+@dataclass(frozen=True, eq=False)
+class Kept(Generic[Key]):
+    """What settings keep of the full model's quality on the same samples.
+
+    Attributes
+    ----------
+    share
+        Quality over that of the full model, with a 95 % interval from resampling pictures.
+    at_least
+        One-sided lower bound of the share, 95 %: a promise rests on it.
+    replicates
+        Mean quality on resampled pictures, the same ones for all settings, (R,).
+    """
+
+    share: dict[Key, Interval]
+    at_least: dict[Key, float]
+    replicates: dict[Key, Floats]
+
+
+def kept(quality: Mapping[Key, Floats], full: Floats, groups: Sequence[str]) -> Kept[Key]:
+    """Compare settings with the full model.
 
     Parameters
     ----------
-    pruned, full
-        Quality of every sample, (N,).
+    quality
+        Of every sample, by setting, (N,).
+    full
+        Of the full model, (N,).
     groups
         Picture of every sample.
-    confidence
-        Of the interval.
     """
-    sums = _by_picture(pruned, full, groups)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        means = resampled_means(sums, np.ones_like(sums))
-        ratios = means[:, 0] / means[:, 1]
-    estimate = float(pruned.sum() / full.sum())
-    return percentile_interval(estimate, ratios[np.isfinite(ratios)], len(sums), confidence)
-
-
-def kept_at_least(pruned: Floats, full: Floats, groups: Sequence[str], confidence: float = 0.95) -> float:
-    """The one-sided lower bound of the kept share on which a promise rests; parameters as in `kept_share`."""
-    return lower_bound(_by_picture(pruned, full, groups), confidence)
-
-
-def _by_picture(pruned: Floats, full: Floats, groups: Sequence[str]) -> Floats:
-    """Both qualities, summed over every picture's samples, (P, 2)."""
     if full.sum() <= 0:
         raise ValueError(
             "the full model has no right answer, so that nothing can be kept of its quality; check the data"
         )
-    _, labels = np.unique(np.asarray(groups), return_inverse=True)
-    return np.stack([np.bincount(labels, weights=own) for own in (pruned, full)], axis=1)
+    _, labels, counts = np.unique(np.asarray(groups), return_inverse=True, return_counts=True)
+    sums = np.stack([np.bincount(labels, weights=own) for own in (*quality.values(), full)], axis=1)
+    means = resampled_means(sums, counts)
+    ratios = (means / means[:, -1:])[means[:, -1] > 0]
+    bounds = lower_bounds(sums[:, :-1], sums[:, -1])
+    shares = {
+        key: percentile_interval(float(own.sum() / full.sum()), ratios[:, column], len(sums))
+        for column, (key, own) in enumerate(quality.items())
+    }
+    return Kept(
+        shares,
+        dict(zip(quality, bounds.tolist(), strict=True)),
+        {key: means[:, column] for column, key in enumerate(quality)},
+    )
 
 
 def rungs(count: int, first: int) -> list[int]:
@@ -179,41 +195,53 @@ def race(
         part = list(search[:size])
         found = measure(left, part)
         own, reference = [groups[n] for n in part], full[part]
-        shares = {key: kept_share(found[key].quality, reference, own) for key in left}
-        bounds = {key: kept_at_least(found[key].quality, reference, own) for key in left}
-        left = [key for key in left if not shares[key].high < keep] or left
-        left = _unbeaten(left, found, own)
+        all_kept = kept({key: found[key].quality for key in left}, reference, own)
+        left = [key for key in left if not all_kept.share[key].high < keep] or left
+        left = _unbeaten(left, found, all_kept, len(set(own)))
         wanted = finalists if number == len(sizes) - 1 else max(finalists, math.ceil(len(left) / 2))
-        left = _promising(left, found, shares, bounds, keep)[:wanted]
+        left = _promising(left, found, all_kept, keep)[:wanted]
         rung_done(size, left)
-    return sorted(left, key=lambda key: (-bounds[key], float(found[key].cost.mean())))
+    return sorted(left, key=lambda key: (-all_kept.at_least[key], float(found[key].cost.mean())))
 
 
-def _promising(
-    left: Sequence[Key],
-    found: Mapping[Key, Measured],
-    shares: Mapping[Key, Interval],
-    bounds: Mapping[Key, float],
-    keep: float,
-) -> list[Key]:
-    """Settings by promise, in turn the cheapest that seem to keep enough and the safest; then the others by quality.
+def _promising(left: Sequence[Key], found: Mapping[Key, Measured], all_kept: Kept[Key], keep: float) -> list[Key]:
+    """Settings that seem to keep enough, front by front, and then the others by quality.
 
-    The cheapest may owe their places to luck, and few samples show no difference between a safe setting and a lucky
-    one: of equal bounds the answers' log-probability decides, and then the higher cost.
+    A front holds the safest setting, the safest of those that cost less, and so on to the cheapest. Of it the safest
+    comes first, then those that are sure enough already, the cheapest first, and then the others by their bounds. Of
+    equal bounds, which few samples give, the log-probability of the full model's answers decides, and then the higher
+    cost.
     """
+    shares, bounds = all_kept.share, all_kept.at_least
     costs = {key: float(found[key].cost.mean()) for key in left}
     scores = {key: float(found[key].log_prob.mean()) for key in left}
-    enough = [key for key in left if shares[key].estimate >= keep]
-    cheap = sorted(enough, key=lambda key: (costs[key], -shares[key].estimate, -scores[key]))
-    safe = sorted(enough, key=lambda key: (-bounds[key], -scores[key], -costs[key]))
+    waiting = sorted(
+        (key for key in left if shares[key].estimate >= keep),
+        key=lambda key: (-bounds[key], -scores[key], -costs[key]),
+    )
+    ordered: list[Key] = []
+    while waiting:
+        front: list[Key] = []
+        for key in waiting:
+            if not front or costs[key] < costs[front[-1]]:
+                front.append(key)
+        waiting = [key for key in waiting if key not in front]
+        ordered += sorted(
+            front, key=lambda key, first=front[0]: (key is not first, *_rank(bounds[key], costs[key], keep))
+        )
     rest = sorted(
         (key for key in left if shares[key].estimate < keep),
         key=lambda key: (-shares[key].estimate, costs[key], -scores[key]),
     )
-    return list(dict.fromkeys([*(key for pair in zip(safe, cheap, strict=True) for key in pair), *rest]))
+    return [*ordered, *rest]
 
 
-def _unbeaten(left: Sequence[Key], found: Mapping[Key, Measured], groups: Sequence[str]) -> list[Key]:
+def _rank(bound: float, cost: float, keep: float) -> tuple[float, float]:
+    """Of a setting in its front: sure ones by cost, then the others by bound."""
+    return (0.0, cost) if bound >= keep else (1.0, -bound)
+
+
+def _unbeaten(left: Sequence[Key], found: Mapping[Key, Measured], all_kept: Kept[Key], pictures: int) -> list[Key]:
     """Settings that no other of at most the same cost beats beyond chance, in quality."""
     costs = {key: float(found[key].cost.mean()) for key in left}
     stays = []
@@ -228,7 +256,11 @@ def _unbeaten(left: Sequence[Key], found: Mapping[Key, Measured], groups: Sequen
         rivals.sort(key=lambda other: -float(found[other].quality.mean()))
         beaten = False
         for other in rivals[:3]:
-            difference = mean_interval(found[other].quality - found[key].quality, groups=list(groups))
+            difference = percentile_interval(
+                float((found[other].quality - found[key].quality).mean()),
+                all_kept.replicates[other] - all_kept.replicates[key],
+                pictures,
+            )
             beaten |= difference.known and difference.low > 0
         if not beaten:
             stays.append(key)
@@ -258,12 +290,12 @@ def verdicts(
     """
     rows: list[Verdict[Key]] = []
     open_ = True
+    all_kept = kept({key: found[key].quality for key in finalists}, full, groups)
     for key in finalists:
-        share = kept_share(found[key].quality, full, groups)
-        bound = kept_at_least(found[key].quality, full, groups)
+        bound = all_kept.at_least[key]
         passed = open_ and bound >= keep
         likelihood = mean_interval(found[key].log_prob, groups=list(groups))
-        rows.append(Verdict(key, share, bound, likelihood, float(found[key].cost.mean()), open_, passed))
+        rows.append(Verdict(key, all_kept.share[key], bound, likelihood, float(found[key].cost.mean()), open_, passed))
         open_ = passed
     return rows
 
