@@ -226,9 +226,7 @@ def _promising(left: Sequence[Key], found: Mapping[Key, Measured], all_kept: Kep
             if not front or costs[key] < costs[front[-1]]:
                 front.append(key)
         waiting = [key for key in waiting if key not in front]
-        ordered += sorted(
-            front, key=lambda key, first=front[0]: (key is not first, *_rank(bounds[key], costs[key], keep))
-        )
+        ordered += [front[0], *sorted(front[1:], key=lambda key: _rank(bounds[key], costs[key], keep))]
     rest = sorted(
         (key for key in left if shares[key].estimate < keep),
         key=lambda key: (-shares[key].estimate, costs[key], -scores[key]),
