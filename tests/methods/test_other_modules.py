@@ -93,7 +93,7 @@ def test_quantised_weights_are_pruned_like_the_same_numbers_in_stock_layers(fami
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("method", METHODS["llava"][3::2], ids=lambda value: value.info.name)
+@pytest.mark.parametrize("method", METHODS["llava"][3::4], ids=lambda value: value.info.name)
 def test_compiled_models_are_pruned_alike(method: Any) -> None:
     tiny = build("llava", 4)
     inputs = prompt(tiny)
