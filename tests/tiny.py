@@ -376,7 +376,7 @@ def qwen3(hidden: int = 32, layers: int = 3, experts: bool = False) -> Tiny:
     return _finish("qwen3_vl", transformers.Qwen3VLForConditionalGeneration(config), processor)
 
 
-def qwen3_5(hidden: int = 32, layers: int = 3, experts: bool = False) -> Tiny:
+def qwen3_5(hidden: int = 32, layers: int = 3, experts: bool = False, linear: int = 16) -> Tiny:
     """Qwen3.5: every other layer is a Gated DeltaNet, not the last; a quarter of a head is rotated."""
     torch.manual_seed(0)
     tokenizer = qwen_tokenizer()
@@ -385,8 +385,8 @@ def qwen3_5(hidden: int = 32, layers: int = 3, experts: bool = False) -> Tiny:
     own = {
         "rope": {"mrope_interleaved": True, "partial_rotary_factor": 0.25},
         "head_dim": 64,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
+        "linear_key_head_dim": linear,
+        "linear_value_head_dim": linear,
         "linear_num_key_heads": 1,
         "linear_num_value_heads": 2,
         "layer_types": [

@@ -10,7 +10,7 @@ from typing import Any
 import transformers
 
 from stacktok.embedded import PREFIX, resolve
-from tests.tiny import Tiny, llava, llava_next, qwen, qwen2
+from tests.tiny import Tiny, llava, llava_next, qwen, qwen2, qwen3, qwen3_5
 from tests.tiny_tiles import internvl, llava_onevision, mistral3, smolvlm
 
 # A family is one line; vLLM's attention on CPUs wants heads of 32 and more.
@@ -19,6 +19,7 @@ FAMILIES = {
     "llava_next": functools.partial(llava_next, hidden=128),
     "qwen2_vl": functools.partial(qwen2, hidden=64),
     "qwen2_5_vl": functools.partial(qwen, hidden=64),
+    "qwen3_vl": functools.partial(qwen3, hidden=64),
     "internvl": functools.partial(internvl, hidden=128),
     "llava_onevision": functools.partial(llava_onevision, hidden=128, tiles=9),
     "smolvlm": functools.partial(smolvlm, hidden=128),
@@ -28,12 +29,17 @@ FAMILIES = {
 VARIANTS = {
     "llava_padded": functools.partial(llava, hidden=128, do_pad=True),
     "llava_next_mistral": functools.partial(llava_next, hidden=128, mistral=True),
+    "qwen3_5": functools.partial(qwen3_5, hidden=64, linear=128),
 }
 
 # The halves of processors that the tests of transformers do without.
 VIDEO = {
     "qwen2_vl": lambda: transformers.Qwen2VLVideoProcessor(**_small(14)),
     "qwen2_5_vl": lambda: transformers.Qwen2VLVideoProcessor(**_small(14)),
+    **dict.fromkeys(
+        ("qwen3_vl", "qwen3_5"),
+        lambda: transformers.Qwen3VLVideoProcessor(**_small(16)),
+    ),
     "internvl": lambda: transformers.InternVLVideoProcessor(size={"height": 56, "width": 56}),
     "llava_onevision": lambda: transformers.LlavaOnevisionVideoProcessor(size={"height": 70, "width": 70}),
     "smolvlm": lambda: transformers.SmolVLMVideoProcessor(size={"longest_edge": 48}),
@@ -60,7 +66,10 @@ def folder(name: str) -> Path:
         own = [kind for kind in type(processor).__mro__ if kind.__module__.startswith("transformers")]
         processor.__class__ = own[0]
         if VIDEO[name] is not None:
-            processor.video_processor = VIDEO[name]()
+            video, image = VIDEO[name](), processor.image_processor
+            # As published: vLLM normalises both within the tower, by the numbers for images.
+            video.image_mean, video.image_std = image.image_mean, image.image_std
+            processor.video_processor = video
     processor.save_pretrained(where)
     return where
 

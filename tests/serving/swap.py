@@ -13,9 +13,11 @@ class SwapExtension(CountersExtension):
     """In the worker."""
 
     def swap_method(self, entry: dict[str, Any]) -> None:
-        pruner, settings = self.model_runner.get_model().pruner, Settings.read(entry)
+        model, settings = self.model_runner.get_model(), Settings.read(entry)
+        pruner = model.pruner
         # Prepared state belongs to the method that prepared it.
         pruner.method, pruner.cache = settings.method, FeatureCache(settings.cache_bytes)
+        model.reader = model.attention_reader() if pruner.reads_tower else None
 
 
 def swap(llm: Any, method: str, budget: Any) -> None:

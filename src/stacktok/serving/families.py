@@ -38,6 +38,7 @@ BUILT_IN = {
     "llava_next": _own("llava_next:PrunedLlavaNext", "LlavaNext"),
     "qwen2_vl": _own("qwen2_vl:PrunedQwen2VL", "Qwen2VL"),
     "qwen2_5_vl": _own("qwen2_5_vl:PrunedQwen2_5_VL", "Qwen2_5_VL", videos=True),
+    "qwen3_vl": _own("qwen3_vl:PrunedQwen3VL", "Qwen3VL", videos=True),
     "internvl": _own("internvl:PrunedInternVL", "InternVL"),
     "llava_onevision": _own("llava_onevision:PrunedLlavaOnevision", "LlavaOnevision"),
     "smolvlm": _own("smolvlm:PrunedSmolVLM", "SmolVLM"),
@@ -52,11 +53,16 @@ _BIDIRECTIONAL = (
 _RECURRENT = (
     "vLLM's recurrent layers on CPUs take bfloat16 alone, so that pruning it could not be checked against transformers"
 )
+_EXPERTS = (
+    "vLLM does not load the experts' weights as transformers writes them, so that pruning it could not be checked "
+    "against transformers"
+)
 REFUSED = {
     "gemma3": _BIDIRECTIONAL,
     "gemma4": _BIDIRECTIONAL,
     "qwen3_5": _RECURRENT,
     "qwen3_5_moe": _RECURRENT,
+    "qwen3_vl_moe": _EXPERTS,
 }
 """``config.model_type`` of families with an adapter that are not served, with the reason."""
 

@@ -37,6 +37,7 @@ class PrunedInternVL(PrunedModel, InternS1ForConditionalGeneration):
     """InternVLForConditionalGeneration, which vLLM runs as Intern-S1."""
 
     flat = ("pixel_values",)
+    attention = ("vision_tower.encoder.layer", "attention.attn", True)
 
     def check_config(self) -> None:
         """The tower's last layer is what vLLM projects."""

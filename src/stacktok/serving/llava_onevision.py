@@ -36,6 +36,8 @@ class PrunedLlavaOnevisionProcessor(PrunedProcessor, LlavaOnevisionMultiModalPro
 class PrunedLlavaOnevision(PrunedModel, LlavaOnevisionForConditionalGeneration):
     """LlavaOnevisionForConditionalGeneration."""
 
+    attention = ("vision_tower.vision_model.encoder.layers", "self_attn.attn", False)
+
     hf_to_vllm_mapper = LlavaOnevisionForConditionalGeneration.hf_to_vllm_mapper | TOWER_NAMES
 
     def check_config(self) -> None:

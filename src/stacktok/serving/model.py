@@ -47,6 +47,9 @@ class PrunedModel(Base):
         the tower itself.
     flat
         Inputs that hold the rows of all items one after the other.
+    attention
+        Paths of the tower's layers and of a layer's attention operator, and whether sequences begin with CLS; None
+        where the class finds the operator itself.
     """
 
     # The adapters of a tower are told apart by the number of tokens that come out, which is another now.
@@ -56,6 +59,7 @@ class PrunedModel(Base):
 
     tapped: ClassVar[tuple[str, str] | None] = ("vision_tower", "output")
     flat: ClassVar[tuple[str, ...]] = ()
+    attention: ClassVar[tuple[str, str, bool] | None] = None
 
     reader: AttentionReader | None = None
 
@@ -86,11 +90,19 @@ class PrunedModel(Base):
         """Refuse a model's configuration that vLLM reads otherwise than transformers."""
 
     def attention_reader(self) -> AttentionReader:
-        """Reads the tower's attention, for methods that need it."""
-        raise ValueError(
-            f"{type(self.pruner.method).__name__} reads the vision tower's attention, which is not read in vLLM's "
-            f"{self.adapter.family}; use a method that needs no attention, such as 'stacktok'"
-        )
+        """Reads the tower's attention, for methods that need it: of the last layer that vLLM builds."""
+        if self.attention is None:
+            raise ValueError(
+                f"{type(self.pruner.method).__name__} reads the vision tower's attention, which is not read in vLLM's "
+                f"{self.adapter.family}; use a method that needs no attention, such as 'stacktok'"
+            )
+        path, operator, has_cls = self.attention
+        # vLLM builds the layers up to the one that feeds the projector.
+        layers: Any = self.get_submodule(path)
+        signal = self.pruner.method.tower_signal
+        early = signal.early_layer(self.config.vision_config.num_hidden_layers)
+        second = None if early is None else layers[early].get_submodule(operator)
+        return AttentionReader(layers[-1].get_submodule(operator), has_cls, signal, second)
 
     def rows_of(self, modality: str, kwargs: Mapping[str, Any]) -> list[int]:
         """Rows of every item in the `flat` inputs."""
@@ -146,15 +158,22 @@ class PrunedModel(Base):
         return self.adapter.features(self._call, layouts)
 
     def sequence_lengths(self, call: EncoderCall) -> list[int]:
-        """Lengths of the sequences that the tower attended over in a call."""
-        raise NotImplementedError
+        """Lengths of the sequences that the tower attended over in a call: one per view or tile."""
+        states = call.output.last_hidden_state
+        return [states.shape[1]] * len(states)
 
     def add_attention(self, images: list[EncodedImage]) -> list[EncodedImage]:
         """The items that `item_features` encoded last, with the tower's attention where a method needs it."""
         call, self._call = self._call, None
         if self.reader is None or call is None:
             return images
-        return self.adapter.attend(images, self.reader.take(self.sequence_lengths(call)), call)
+        return self.adapter.attend(images, self.read_attention(call), call)
+
+    def read_attention(self, call: EncoderCall) -> TowerReading:
+        """The attention that was read in a call."""
+        if self.reader is None:
+            raise ValueError("no attention was read; prepare the model with a method that reads the vision tower")
+        return self.reader.take(self.sequence_lengths(call))
 
     def layouts(self, modality: str, kwargs: dict[str, Any], asked: list[ImageRequest]) -> list[ImageLayout]:
         """The layout of every item of a batch."""

@@ -15,7 +15,7 @@ import torch
 
 from stacktok.core.tokens import Ints
 from stacktok.models.base import EncoderCall
-from stacktok.serving.fields import modality_of
+from stacktok.serving.fields import field, modality_of
 from stacktok.serving.model import AttentionReader, PrunedModel
 
 DIGITS = 6
@@ -57,6 +57,9 @@ class MropeModel(PrunedModel):
     def places(self, modality: str, data: Mapping[str, Any]) -> Ints:
         """Distances of the tokens of an image or video from where it begins, (3, n).
 
+        Behind them come those of the texts between its tokens, last text first: `Kept.offsets` counts them from the
+        end.
+
         Parameters
         ----------
         modality
@@ -78,7 +81,8 @@ class MropeModel(PrunedModel):
         if kept is None or modality is None:
             return super().embed_multimodal(**kwargs)
         found = []
-        names = [name for name in (f"{modality}_grid_thw", "second_per_grid_ts") if name in kwargs]
+        own = (f"{modality}_grid_thw", "second_per_grid_ts", field(modality, "text"))
+        names = [name for name in own if name in kwargs]
         for index, one in enumerate(kept):
             places = self.places(modality, {name: kwargs[name][index] for name in names})
             found.append(torch.cat([one.rows, digits(places[:, one.offsets.cpu().numpy()]).to(one.rows)], dim=-1))
@@ -139,6 +143,27 @@ def grid_places(grid: tuple[int, int, int], pace: float = 1.0) -> Ints:
     tokens = np.indices(grid).reshape(3, -1)
     tokens[0] = (tokens[0] * pace).astype(np.int64)
     return tokens
+
+
+def frame_places(grid: tuple[int, int, int], before: Ints) -> Ints:
+    """Distances from where a video begins whose frames stand behind texts, (3, n + s): tokens, then texts backwards.
+
+    Every frame begins where the text before it ends, and takes as many positions as its longer side has tokens.
+
+    Parameters
+    ----------
+    grid
+        Temporal patches, rows and columns of tokens.
+    before
+        How many of the video's tokens stand before every text token between them, (s,), ascending.
+    """
+    frames, rows, columns = grid
+    tokens = np.tile(np.indices((1, rows, columns)).reshape(3, -1), frames)
+    number = np.arange(frames * rows * columns) // (rows * columns)
+    # A text that b tokens stand before is behind frame b / (rows columns) - 1, and all texts up to there come first.
+    texts = before // (rows * columns) * max(rows, columns) + np.arange(len(before))
+    tokens += number * max(rows, columns) + np.searchsorted(before, number * rows * columns, side="right")
+    return np.concatenate([tokens, np.broadcast_to(texts[::-1], (3, len(texts)))], axis=1)
 
 
 def span(place: Any) -> tuple[int, int]:

@@ -235,12 +235,20 @@ class PrunedProcessor(Base):
         return processed
 
     def _check_items(self, modality: str, items: Any) -> None:
-        """Refuse what comes without pixels."""
+        """Refuse what comes without pixels, and videos that vLLM would normalise otherwise than transformers."""
         if not isinstance(items, (ImageProcessorItems, VideoProcessorItems)):
             raise ValueError(
                 f"{modality} embeddings cannot be pruned, as they come without vision features; send the "
                 + ("picture" if modality == "image" else "video")
             )
+        if modality == "video" and self.info.ctx.get_mm_config().mm_device_do_normalize:
+            halves = [getattr(self.hf_processor, f"{half}_processor") for half in ("image", "video")]
+            image, video = ([list(half.image_mean), list(half.image_std)] for half in halves)
+            if image != video:
+                raise ValueError(
+                    f"videos of this model are normalised by mean and deviation {video}, pictures by {image}, and vLLM "
+                    "takes the latter for both; start the server with --no-mm-device-do-normalize"
+                )
 
     def _layout(self, processed: Any, index: int, count: int, modality: str) -> ImageLayout:
         """How one image or video fills the prompt."""

@@ -28,6 +28,7 @@ class TiledModel(PrunedModel):
 
     tapped = ("model.vision_model", "output")
     flat = ("pixel_values", "pixel_attention_mask")
+    attention = ("model.vision_model.encoder.layers", "self_attn.attn", False)
 
     def run_encoder(self, modality: str, inputs: dict[str, Any]) -> Sequence[torch.Tensor]:
         """Tiles, not yet put together to images."""
