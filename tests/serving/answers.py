@@ -88,6 +88,13 @@ def expected(
     add_special_tokens: bool = True,
 ) -> Answer:
     """The answer of this package's transformers path; ``budget`` is the server's."""
+    return expected_and_kept(tiny, request, budget, method, tokens)[0]
+
+
+def expected_and_kept(
+    tiny: Tiny, request: Request, budget: Any, method: str = "stacktok", tokens: int = TOKENS
+) -> tuple[Answer, list[list[int]]]:
+    """The same, and the offsets of the tokens that each image or video kept."""
     own = budget if request.budget == "server" else request.budget
     videos: dict[str, Any] = {}
     if request.videos:
@@ -109,7 +116,8 @@ def expected(
     length = inputs["input_ids"].shape[1]
     found = out.sequences[0, length:].tolist()
     scores = tuple(float(row[0].log_softmax(-1)[token]) for row, token in zip(out.logits, found, strict=True))
-    return Answer(tuple(found), scores, length - pruned.before + pruned.after)
+    kept = [one.image.kept_offsets(one.reduction, torch.device("cpu")).tolist() for one in pruned.last]
+    return Answer(tuple(found), scores, length - pruned.before + pruned.after), kept
 
 
 def answers(llm: Any, tiny: Tiny, requests: Sequence[Request], tokens: int = TOKENS) -> list[Answer]:

@@ -75,10 +75,10 @@ def folder(name: str) -> Path:
 
 
 @functools.cache
-def reference(name: str) -> Tiny:
+def reference(name: str, dtype: str = "float32") -> Tiny:
     """The same model in transformers, from the same folder."""
     kind: Any = transformers.AutoModelForImageTextToText
-    model = kind.from_pretrained(folder(name), dtype="float32").eval()
+    model = kind.from_pretrained(folder(name), dtype=dtype).eval()
     processor: Any = transformers.AutoProcessor.from_pretrained(folder(name))
     processor.tokenizer.padding_side = "left"
     model.generation_config.eos_token_id = None

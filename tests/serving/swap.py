@@ -19,6 +19,21 @@ class SwapExtension(CountersExtension):
         pruner.method, pruner.cache = settings.method, FeatureCache(settings.cache_bytes)
         model.reader = model.attention_reader() if pruner.reads_tower else None
 
+    def record_kept(self) -> None:
+        pruner = self.model_runner.get_model().pruner
+        embed, self.recorded = pruner.embed, []
+
+        def recording(*args: Any, **kwargs: Any) -> Any:
+            found = embed(*args, **kwargs)
+            self.recorded += [one.offsets.tolist() for one in found]
+            return found
+
+        pruner.embed = recording
+
+    def kept(self) -> list[list[int]]:
+        found, self.recorded[:] = list(self.recorded), []
+        return found
+
 
 def swap(llm: Any, method: str, budget: Any) -> None:
     """Another method, in the processor and in the model."""

@@ -39,6 +39,7 @@ BUILT_IN = {
     "qwen2_vl": _own("qwen2_vl:PrunedQwen2VL", "Qwen2VL"),
     "qwen2_5_vl": _own("qwen2_5_vl:PrunedQwen2_5_VL", "Qwen2_5_VL", videos=True),
     "qwen3_vl": _own("qwen3_vl:PrunedQwen3VL", "Qwen3VL", videos=True),
+    "qwen3_5": _own("qwen3_5:PrunedQwen3_5", "Qwen3_5", videos=True),
     "internvl": _own("internvl:PrunedInternVL", "InternVL"),
     "llava_onevision": _own("llava_onevision:PrunedLlavaOnevision", "LlavaOnevision"),
     "smolvlm": _own("smolvlm:PrunedSmolVLM", "SmolVLM"),
@@ -50,9 +51,6 @@ _BIDIRECTIONAL = (
     "its image tokens see each other, which vLLM's attention on CPUs leaves out without a word, so that pruning it "
     "could not be checked against transformers"
 )
-_RECURRENT = (
-    "vLLM's recurrent layers on CPUs take bfloat16 alone, so that pruning it could not be checked against transformers"
-)
 _EXPERTS = (
     "vLLM does not load the experts' weights as transformers writes them, so that pruning it could not be checked "
     "against transformers"
@@ -60,9 +58,8 @@ _EXPERTS = (
 REFUSED = {
     "gemma3": _BIDIRECTIONAL,
     "gemma4": _BIDIRECTIONAL,
-    "qwen3_5": _RECURRENT,
-    "qwen3_5_moe": _RECURRENT,
     "qwen3_vl_moe": _EXPERTS,
+    "qwen3_5_moe": _EXPERTS,
 }
 """``config.model_type`` of families with an adapter that are not served, with the reason."""
 
