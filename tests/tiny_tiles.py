@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from tests.tiny import WORDS, Tiny, _finish, _text, byte_tokenizer, without_videos
@@ -244,11 +244,13 @@ def mistral3(hidden: int = 32, layers: int = 3, *, pixtral: bool = False) -> Tin
     return _finish("mistral3", transformers.Mistral3ForConditionalGeneration(config), processor)
 
 
-def gemma3(hidden: int = 32, layers: int = 3, window: int = 1024) -> Tiny:
+def gemma3(hidden: int = 32, layers: int = 3, window: int = 1024, *, newlines: int = 1) -> Tiny:
     """Gemma 3: 5 x 5 tokens of 4 x 4 patches, sliding layers and a full one, images bidirectional."""
     torch.manual_seed(0)
     named = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
     tokenizer = gemma_tokenizer(["<start_of_turn>", "<end_of_turn>", *named.values()], named)
+    # Lines between paragraphs are tokens of their own in the family's vocabulary; vLLM's processor looks for them.
+    tokenizer.add_tokens([AddedToken("\n" * count, normalized=False) for count in range(2, newlines + 1)])
     processor = transformers.Gemma3Processor(
         transformers.Gemma3ImageProcessorPil(size={"height": 120, "width": 120}),
         tokenizer,

@@ -10,8 +10,8 @@ from typing import Any
 import transformers
 
 from stacktok.embedded import PREFIX, resolve
-from tests.tiny import Tiny, llava, llava_next, qwen, qwen2, qwen3, qwen3_5
-from tests.tiny_tiles import internvl, llava_onevision, mistral3, smolvlm
+from tests.tiny import Tiny, glm, llava, llava_next, qwen, qwen2, qwen3, qwen3_5
+from tests.tiny_tiles import gemma3, internvl, llava_onevision, mistral3, smolvlm
 
 # A family is one line; vLLM's attention on CPUs wants heads of 32 and more.
 FAMILIES = {
@@ -29,6 +29,8 @@ FAMILIES = {
 VARIANTS = {
     "llava_padded": functools.partial(llava, hidden=128, do_pad=True),
     "llava_next_mistral": functools.partial(llava_next, hidden=128, mistral=True),
+    "gemma3": functools.partial(gemma3, hidden=128, newlines=4),
+    "glm4v": functools.partial(glm, hidden=64),
     "qwen3_5": functools.partial(qwen3_5, hidden=64, linear=128),
 }
 
@@ -40,6 +42,7 @@ VIDEO = {
         ("qwen3_vl", "qwen3_5"),
         lambda: transformers.Qwen3VLVideoProcessor(**_small(16)),
     ),
+    "glm4v": lambda: transformers.Glm4vVideoProcessor(**_small(14)),
     "internvl": lambda: transformers.InternVLVideoProcessor(size={"height": 56, "width": 56}),
     "llava_onevision": lambda: transformers.LlavaOnevisionVideoProcessor(size={"height": 70, "width": 70}),
     "smolvlm": lambda: transformers.SmolVLMVideoProcessor(size={"longest_edge": 48}),

@@ -1,4 +1,4 @@
-"""Further engines: methods that read the vision tower, other processors and language models, and vLLM without us."""
+"""Further engines: other processors and language models, the models that ship, and vLLM without us."""
 
 from __future__ import annotations
 
@@ -15,23 +15,6 @@ from stacktok.view.samples import scene_samples
 from tests.serving.answers import CATS, DOG, SQUARE, TALL, TOKENS, WIDE, Request, answer_of, answers, expected
 from tests.serving.models import reference
 from tests.tiny import picture
-
-TOWERS = ("llava", "llava_next", "qwen2_5_vl")
-
-towers = [pytest.param((name, 9, "visionzip", {}), id=f"{name}-visionzip") for name in TOWERS]
-# Two layers of the tower; of Qwen2.5-VL such that see the whole image.
-towers += [pytest.param((name, 9, "vscan", {}), id=f"{name}-vscan") for name in ("llava", "qwen2_5_vl")]
-
-
-@pytest.mark.parametrize("engine", towers, indirect=True)
-def test_a_method_that_reads_the_vision_tower(engine: Any, request: pytest.FixtureRequest) -> None:
-    method = request.node.callspec.params["engine"][2]
-    tiny = reference(str(engine.llm_engine.model_config.hf_config.model_type))
-    requests = [Request(DOG, (WIDE, SQUARE)), Request(DOG, (TALL,)), Request(CATS, (SQUARE,), budget=16)]
-    for asked, answer in zip(requests, answers(engine, tiny, requests), strict=True):
-        wanted = expected(tiny, asked, 9, method)
-        assert answer.close(wanted), (asked, answer, wanted)
-
 
 others = [
     pytest.param(("llava_padded", 30, "stacktok", {}), id="llava_padded"),

@@ -11,10 +11,13 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from tests.serving.models import FAMILIES
+from tests.serving.runner_v2 import BIDIRECTIONAL
+
+NAMES = (*FAMILIES, *BIDIRECTIONAL)
 
 
 def test_every_family_gives_the_answers_of_transformers() -> None:
-    command = [sys.executable, "-m", "tests.serving.runner_v2", *FAMILIES]
+    command = [sys.executable, "-m", "tests.serving.runner_v2", *NAMES]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert done.stdout.split("\n")[:-1] == [f"{name} equal" for name in FAMILIES], done.stderr[-6000:]
+    assert done.stdout.split("\n")[:-1] == [f"{name} equal" for name in NAMES], done.stderr[-6000:]
     assert done.returncode == 0

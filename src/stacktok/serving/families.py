@@ -40,6 +40,7 @@ BUILT_IN = {
     "qwen2_5_vl": _own("qwen2_5_vl:PrunedQwen2_5_VL", "Qwen2_5_VL", videos=True),
     "qwen3_vl": _own("qwen3_vl:PrunedQwen3VL", "Qwen3VL", videos=True),
     "qwen3_5": _own("qwen3_5:PrunedQwen3_5", "Qwen3_5", videos=True),
+    "gemma3": _own("gemma3:PrunedGemma3", "Gemma3"),
     "internvl": _own("internvl:PrunedInternVL", "InternVL"),
     "llava_onevision": _own("llava_onevision:PrunedLlavaOnevision", "LlavaOnevision"),
     "smolvlm": _own("smolvlm:PrunedSmolVLM", "SmolVLM"),
@@ -47,17 +48,12 @@ BUILT_IN = {
 }
 """``config.model_type`` to its class here."""
 
-_BIDIRECTIONAL = (
-    "its image tokens see each other, which vLLM's attention on CPUs leaves out without a word, so that pruning it "
-    "could not be checked against transformers"
-)
 _EXPERTS = (
     "vLLM does not load the experts' weights as transformers writes them, so that pruning it could not be checked "
     "against transformers"
 )
 REFUSED = {
-    "gemma3": _BIDIRECTIONAL,
-    "gemma4": _BIDIRECTIONAL,
+    "gemma4": "a class for vLLM was not built",
     "qwen3_vl_moe": _EXPERTS,
     "qwen3_5_moe": _EXPERTS,
 }
