@@ -87,7 +87,9 @@ def test_it_says_what_is_served_and_how_to_ask(shell: Any, tmp_path: Any, monkey
     assert code == 0
     (said,) = shell.printed
     assert "model name  it's mine\n" in said
-    assert "20% of tokens per image, by stacktok" in said
+    assert "20% of tokens per image, by stacktok, for the question of each request\n" in said
+    assert "family      LLaVA-1.5, as StackTokLlavaForConditionalGeneration\n" in said
+    assert "videos      not served\n" in said
     assert "http://127.0.0.1:0/v1" in said
     # The line to try is run, with a stand-in for curl that shows what it was given.
     (tmp_path / "picture.png").write_bytes(b"pixels")

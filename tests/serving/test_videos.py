@@ -16,7 +16,7 @@ BUDGET = 12
 # A prompt is prefilled in pieces, and the cuts go through its video.
 SMALL = {"max_num_batched_tokens": 24, "max_num_seqs": 8, "limit_mm_per_prompt": {"image": 2, "video": 2}}
 
-VIDEOS = ("qwen2_5_vl", "qwen3_vl")
+VIDEOS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 served = pytest.mark.parametrize(
     "engine", [pytest.param((name, BUDGET, "stacktok", SMALL), id=name) for name in VIDEOS], indirect=True

@@ -36,7 +36,7 @@ def _own(name: str, stock: str, *, videos: bool = False) -> Served:
 BUILT_IN = {
     "llava": _own("llava:PrunedLlava", "Llava"),
     "llava_next": _own("llava_next:PrunedLlavaNext", "LlavaNext"),
-    "qwen2_vl": _own("qwen2_vl:PrunedQwen2VL", "Qwen2VL"),
+    "qwen2_vl": _own("qwen2_vl:PrunedQwen2VL", "Qwen2VL", videos=True),
     "qwen2_5_vl": _own("qwen2_5_vl:PrunedQwen2_5_VL", "Qwen2_5_VL", videos=True),
     "qwen3_vl": _own("qwen3_vl:PrunedQwen3VL", "Qwen3VL", videos=True),
     "qwen3_5": _own("qwen3_5:PrunedQwen3_5", "Qwen3_5", videos=True),

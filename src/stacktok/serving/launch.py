@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from stacktok.methods import FeatureMethod, method_class
 from stacktok.models.registry import supported
 from stacktok.serving.families import families
 from stacktok.serving.settings import engine_arguments
@@ -119,7 +120,9 @@ def summary(
     """
     name = served_name(model, extra)
     served = families()[model_type]
-    budget = settings["budget"]
+    budget, method = settings["budget"], method_class(settings["method"])
+    query_aware = issubclass(method, FeatureMethod) and method.query_aware
+    videos = {True: "pruned, one budget for all frames", False: "not served", None: "as its package says"}
     kept = "all tokens" if budget is None else f"{budget} tokens" if isinstance(budget, int) else f"{budget} of tokens"
     address = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::', '') else host}:{port}"
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,@"}}
@@ -130,7 +133,9 @@ def summary(
         f"Serving {model}\n"
         f"  model name  {name}\n"
         f"  family      {supported().get(model_type, model_type)}, as {served.architecture}\n"
-        f"  kept        {kept} per image{' and per video' if served.videos else ''}, by {settings['method']}\n"
+        f"  kept        {kept} per image, by {settings['method']}"
+        f"{', for the question of each request' if query_aware else ''}\n"
+        f"  videos      {videos[served.videos]}\n"
         f"  address     {address}/v1 (ready when {address}/ready answers 200)\n"
         f"  try         (printf %s {before}; base64 -w0 picture.png; printf %s {after}) | "
         f"curl -s {address}/v1/chat/completions -H 'Content-Type: application/json' -d @-"

@@ -1,8 +1,6 @@
-"""Qwen2-VL in vLLM, pruned: images."""
+"""Qwen2-VL in vLLM, pruned: images and videos."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 from vllm.model_executor.models.qwen2_vl import (
     Qwen2VLDummyInputsBuilder,
@@ -16,20 +14,14 @@ from stacktok.serving.mrope import MropeModel
 from stacktok.serving.processor import PrunedProcessor
 
 
-class PrunedQwen2VLInfo(Qwen2VLProcessingInfo):
-    """Images alone are served."""
-
-    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        """No video."""
-        return {"image": None}
-
-
 class PrunedQwen2VLProcessor(PrunedProcessor, Qwen2VLMultiModalProcessor):
     """The family's processor."""
 
+    modalities = ("image", "video")
+
 
 @MULTIMODAL_REGISTRY.register_processor(
-    PrunedQwen2VLProcessor, info=PrunedQwen2VLInfo, dummy_inputs=Qwen2VLDummyInputsBuilder
+    PrunedQwen2VLProcessor, info=Qwen2VLProcessingInfo, dummy_inputs=Qwen2VLDummyInputsBuilder
 )
 class PrunedQwen2VL(MropeModel, Qwen2VLForConditionalGeneration):
     """Qwen2VLForConditionalGeneration."""
