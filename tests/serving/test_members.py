@@ -44,7 +44,7 @@ def test_other_processors_and_language_models(engine: Any, request: pytest.Fixtu
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 MORE = {
     "enable_lora": True,
-    "max_lora_rank": 4,
+    "max_lora_rank": 8,
     "speculative_config": DRAFTS,
     "disable_log_stats": False,
     "max_num_batched_tokens": 128,
