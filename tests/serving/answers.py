@@ -88,11 +88,17 @@ def expected(
     add_special_tokens: bool = True,
 ) -> Answer:
     """The answer of this package's transformers path; ``budget`` is the server's."""
-    return expected_and_kept(tiny, request, budget, method, tokens)[0]
+    return expected_and_kept(tiny, request, budget, method, tokens, add_special_tokens=add_special_tokens)[0]
 
 
 def expected_and_kept(
-    tiny: Tiny, request: Request, budget: Any, method: str = "stacktok", tokens: int = TOKENS
+    tiny: Tiny,
+    request: Request,
+    budget: Any,
+    method: str = "stacktok",
+    tokens: int = TOKENS,
+    *,
+    add_special_tokens: bool = True,
 ) -> tuple[Answer, list[list[int]]]:
     """The same, and the offsets of the tokens that each image or video kept."""
     own = budget if request.budget == "server" else request.budget
