@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,14 @@ from tests.serving.models import reference
 
 BUDGET = 10
 TWO = {"tensor_parallel_size": 2, "max_num_batched_tokens": 24, "limit_mm_per_prompt": {"image": 2, "video": 2}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unbound() -> Iterator[None]:
+    """Ranks share the cores: vLLM would bind each to a memory node of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        yield
 
 
 @pytest.mark.parametrize("engine", [pytest.param(("qwen3_vl", BUDGET, "stacktok", TWO), id="qwen3_vl")], indirect=True)
