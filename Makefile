@@ -9,6 +9,9 @@ EVAL_STAMP := $(EVAL_VENV)/.ready
 LOWEST_VENV ?= .venv-lowest
 LOWEST_BIN := $(LOWEST_VENV)/bin
 LOWEST_STAMP := $(LOWEST_VENV)/.ready
+NEWEST_VENV ?= .venv-newest
+NEWEST_BIN := $(NEWEST_VENV)/bin
+NEWEST_STAMP := $(NEWEST_VENV)/.ready
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.ready
@@ -21,7 +24,7 @@ DOCS_STAMP := $(DOCS_VENV)/.ready
 CHROMIUM ?= /usr/bin/chromium
 
 .PHONY: setup setup-eval setup-vllm setup-triton setup-lowest browser figures demo test test-eval test-vllm test-triton \
-	test-lowest docs test-docs soak lint format bench-select \
+	test-lowest test-newest docs test-docs soak lint format bench-select \
 	bench-models bench-view bench-batch bench-serve results train-embedded train-embedded-next clean
 
 setup: $(STAMP)
@@ -89,6 +92,15 @@ $(LOWEST_STAMP): pyproject.toml constraints.txt tests/lowest.py
 test-lowest: setup-lowest
 	$(LOWEST_BIN)/python -m pytest -n 2 tests/cli tests/figures tests/evaluation/test_cells.py tests/evaluation/test_report.py \
 		tests/models/test_pictures.py tests/models/test_loading.py tests/core/test_gate.py tests/core/test_affinity.py
+
+# The newest transformers that the package allows: models, methods, loading.
+$(NEWEST_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(NEWEST_VENV)
+	$(NEWEST_BIN)/python -m pip install --quiet -c constraints.txt -e '.[all]' pytest pytest-xdist hypothesis httpx num2words
+	touch $(NEWEST_STAMP)
+
+test-newest: $(NEWEST_STAMP)
+	$(NEWEST_BIN)/python -m pytest -n 2 tests/models tests/methods tests/test_embedded.py
 
 # The documentation site, readable from disk without a network: diagrams, equations and search are by packages from npm.
 $(DOCS_STAMP): pyproject.toml
@@ -177,4 +189,4 @@ train-embedded-next: setup
 	$(BIN)/python -m training.card --run runs/llava_next --config training/configs/llava_next.yaml
 
 clean:
-	rm -rf $(VENV) $(EVAL_VENV) $(VLLM_VENV) $(TRITON_VENV) $(LOWEST_VENV) $(DOCS_VENV) site docs/vendor build dist out
+	rm -rf $(VENV) $(EVAL_VENV) $(VLLM_VENV) $(TRITON_VENV) $(LOWEST_VENV) $(NEWEST_VENV) $(DOCS_VENV) site docs/vendor build dist out
