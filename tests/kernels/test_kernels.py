@@ -19,7 +19,6 @@ import stacktok
 from stacktok.core import reference
 from stacktok.kernels import Problem, Rule
 from stacktok.kernels.diversity import greedy_map, max_min
-from stacktok.methods import cdpruner, divprune
 from tests.core.cases import affinities, features, focused, problems, tied
 
 triton = pytest.importorskip("triton", reason="needs Triton: make test-triton")
@@ -27,6 +26,7 @@ if not triton.knobs.runtime.interpret:
     pytest.skip("Triton interprets kernels where TRITON_INTERPRET=1 is set", allow_module_level=True)
 
 from stacktok.kernels import triton as kernels  # noqa: E402
+from stacktok.kernels.triton import facility_location  # noqa: E402
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 ZERO = 2.0**-20
@@ -122,14 +122,14 @@ def test_a_ragged_batch_is_one_launch(monkeypatch):
         ours, theirs = run(problem)
         batch.append(ours)
         expected.append(theirs)
-    launches, kernel = [], kernels.facility_location
+    launches, kernel = [], facility_location.facility_location
 
     class Counted:
         def __getitem__(self, grid):
             launches.append(grid)
             return kernel[grid]
 
-    monkeypatch.setattr(kernels, "facility_location", Counted())
+    monkeypatch.setattr(facility_location, "facility_location", Counted())
     found = kernels.greedy(batch)
     assert launches == [(6,)]
     assert all(same(one, other) for one, other in zip(found, expected, strict=True))
@@ -246,17 +246,6 @@ def test_features_select_as_on_the_host():
     assert all(isinstance(image.vision_affinity, np.ndarray) for image in images)
     assert np.array_equal(images[0].vision_affinity, images[1].vision_affinity)
     assert np.array_equal(images[0].query_affinity(q), images[1].query_affinity(q))
-
-
-@pytest.mark.parametrize("module", [cdpruner, divprune])
-def test_methods_pick_with_kernels_what_they_pick_without(module, monkeypatch):
-    x, z, q = (torch.from_numpy(rows) for rows in features(14, 3))
-    method = module.CDPruner(budget=5) if module is cdpruner else module.DivPrune(budget=5)
-    expected = method.select(x, z, q).order.tolist()
-    used = []
-    monkeypatch.setattr(module, "choose_backend", lambda *arguments: used.append(arguments) or "triton")
-    assert method.select(x, z, q).order.tolist() == expected
-    assert used
 
 
 def test_tensors_of_the_cpu_are_refused_where_nothing_interprets():

@@ -241,9 +241,10 @@ def test_rows_are_padded_on_the_asked_side() -> None:
     image = single_crop(torch.eye(4), torch.eye(4), (2, 2))
     span = Span(np.arange(1, 5), image, image.keep([np.array([1, 3])]))
     valid = np.array([[True] * 6, [True] * 5 + [False]])
-    left, _ = compact(valid, [[span], [span]])
+    left, _ = compact(valid, [[span], [span]], torch.device("cpu"))
     assert left.origin.tolist() == [[0, 2, 4, 5], [-1, 0, 2, 4]]
-    assert compact(valid, [[span], [span]], pad_right=True)[0].origin.tolist() == [[0, 2, 4, 5], [0, 2, 4, -1]]
+    right, _ = compact(valid, [[span], [span]], torch.device("cpu"), pad_right=True)
+    assert right.origin.tolist() == [[0, 2, 4, 5], [0, 2, 4, -1]]
     rows = left.gather(torch.arange(12.0).view(2, 6, 1))
     assert rows[..., 0].tolist() == [[0, 2, 4, 5], [6, 6, 8, 10]]
     assert not span.unchanged

@@ -158,7 +158,7 @@ def measure(size: Size, device: torch.device, repeats: int = 5) -> Cell:
     def select() -> object:
         fresh = [(CoverageReference(vision, eligible, backend), query) for vision, query in units]
         lengths = [size.k] * size.batch
-        return GreedyRun.run(fresh, parameters, size.k, lengths, lengths)
+        return GreedyRun.run(fresh, parameters, lengths, lengths, lengths)
 
     def loop() -> object:
         tensors = [(torch.as_tensor(query).to(device), torch.as_tensor(vision).to(device)) for vision, query in units]

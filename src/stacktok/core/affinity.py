@@ -356,6 +356,11 @@ def given_affinity(affinity: Array, name: str, depth: int | None = 1) -> Affinit
     return _on_host(result)
 
 
+def on_grid(affinity: torch.Tensor) -> torch.Tensor:
+    """A matrix of entries from 0 to 1, (rows, n), rounded to its grid where it is; nothing waits for a device."""
+    return _rounded(affinity, grid_bits(len(affinity)))
+
+
 def _working_type(features: torch.Tensor) -> torch.dtype:
     return torch.float64 if features.dtype == torch.float64 else torch.float32
 

@@ -153,20 +153,20 @@ def _select(
     adaptive = Coverage.of(budget)
     bound = budget if adaptive is None else adaptive.at_most
     total = resolve_budget(bound, sum(reference.n for reference in references), sum(capacities))
-    horizons = [min(total, capacity) for capacity in capacities]
+    horizons, totals = [min(total, capacity) for capacity in capacities], [total] * len(units)
     limits = horizons
     if parameters.allocation != "shared":
         weights = [Fraction(1)] * len(units)
         if parameters.allocation == "proportional":
             lengths = [min(1, horizon) for horizon in horizons]
-            first = [run.on_host() for run in GreedyRun.run(units, parameters, total, lengths, horizons)]
+            first = [run.on_host() for run in GreedyRun.run(units, parameters, totals, lengths, horizons)]
             gains = [Fraction(float(run.nominee_gains().sum())) for run in first]
             weights = gains if any(gains) else weights
         limits = apportion(total, weights, capacities)
     if parameters.allocation == "shared":
         runs = _shared_runs(units, parameters, total, horizons)
     else:
-        runs = [run.on_host() for run in GreedyRun.run(units, parameters, total, limits, horizons)]
+        runs = [run.on_host() for run in GreedyRun.run(units, parameters, totals, limits, horizons)]
     found = spend(runs, total, parameters.allocation)
     if adaptive is None:
         return found
@@ -189,7 +189,7 @@ def _shared_runs(
     short = list(range(len(units)))
     while short:
         own = ([values[c] for c in short] for values in (lengths, horizons))
-        found = GreedyRun.run([units[c] for c in short], parameters, total, *own)
+        found = GreedyRun.run([units[c] for c in short], parameters, [total] * len(short), *own)
         runs |= {c: run.on_host() for c, run in zip(short, found, strict=True)}
         winners, _ = _allocate([runs[c] for c in range(len(units))], min(total, sum(lengths)))
         won = np.bincount(winners, minlength=len(units))

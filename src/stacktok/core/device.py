@@ -1,13 +1,15 @@
 """The `triton` backend as the core sees it: affinities and results are tensors on one device.
 
-`precompute`, `greedy` and `refine` are the backend's; `keep` decides an image without a look at the device.
+`precompute`, `greedy` and `refine` are the backend's; `keep` decides a batch of images without a look at the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,14 +20,14 @@ from stacktok.core.greedy import CoverageReference, GreedyRun
 from stacktok.core.inputs import Mask
 from stacktok.core.parameters import Parameters
 from stacktok.core.reference import allocate as allocate
-from stacktok.core.tokens import ImageLayout
 from stacktok.kernels import Ints, Problem, Steps, Swap, triton
+from stacktok.kernels.transfer import upload
 
 
 def precompute(vision_affinity: Affinity, eligible: Mask) -> triton.State:
     """Query-independent state from A^vv, (n, n), and the positions that may be kept, (n,)."""
     matrix = torch.as_tensor(vision_affinity)
-    return triton.precompute(matrix, torch.from_numpy(eligible).to(matrix.device))
+    return triton.precompute(matrix, upload(eligible, matrix.device))
 
 
 def greedy(problems: Sequence[Problem]) -> list[Steps]:
@@ -66,52 +68,102 @@ def keeps(units: Sequence[CoverageReference], parameters: Parameters) -> bool:
     return finite and parameters.allocation != "proportional" and all(unit.backend == "triton" for unit in units)
 
 
-def keep(
-    units: Sequence[tuple[CoverageReference, QueryAffinity]], parameters: Parameters, budget: int
-) -> list[torch.Tensor]:
-    """Which tokens of every crop of an image are kept, (n_c,), bool, on their device; nothing waits for it.
+Unit = tuple[CoverageReference, QueryAffinity]
+"""A crop, and the affinities of a question to it."""
+
+
+def keep(images: Sequence[Sequence[Unit]], parameters: Parameters, budgets: Sequence[int]) -> list[list[torch.Tensor]]:
+    """Which tokens of every crop of several images are kept, (n_c,), bool, on their device; nothing waits for it.
+
+    All images take each step in one launch: the reference chain, the run, the merge of crops, and the swaps.
 
     Parameters
     ----------
-    units
-        Crops, with the affinities of the question to each.
+    images
+        The crops of every image.
     parameters
         Checked parameters, of which `keeps` is true.
-    budget
-        Tokens to keep over all crops, at most as many as are eligible.
+    budgets
+        Tokens to keep of every image, at most as many as are eligible.
     """
-    capacities = [unit.capacity for unit, _ in units]
-    horizons = [min(budget, capacity) for capacity in capacities]
-    lengths = horizons
-    if parameters.allocation == "uniform":
-        lengths = apportion(budget, [Fraction(1)] * len(units), capacities)
-    runs = GreedyRun.run(units, parameters, budget, lengths, horizons)
-    if len(units) == 1:
-        sizes = torch.full((1,), budget, device=runs[0].steps.order.device)
-    else:
-        shapes = [(len(query), unit.n) for unit, query in units]
-        ((_, sizes),) = triton.allocate([triton.Runs([run.steps for run in runs], shapes, budget)])
+    totals, lengths, horizons = [], [], []
+    for units, budget in zip(images, budgets, strict=True):
+        capacities = [unit.capacity for unit, _ in units]
+        own = [min(budget, capacity) for capacity in capacities]
+        uniform = parameters.allocation == "uniform"
+        totals += [budget] * len(units)
+        horizons += own
+        lengths += apportion(budget, [Fraction(1)] * len(units), capacities) if uniform else own
+    flat = [unit for units in images for unit in units]
+    runs = GreedyRun.run(flat, parameters, totals, lengths, horizons)
     sets = [
-        triton.Retained(
-            run.reference.state, run.query_affinity, run.steps.order, size, run.targets, run.depth, capacity
-        )
-        for run, size, capacity in zip(runs, sizes[:, None], capacities, strict=True)
+        Chosen(run.reference.state, run.query_affinity, run.steps, run.targets, run.depth, run.reference.capacity)
+        for run in runs
     ]
     limit = parameters.swap_limit if parameters.criterion == "gated" else 0
-    refined = triton.refine(sets, limit, parameters.swap_epsilon, parameters.swap_passes or 0)
-    return [one.mask for one in refined]
+    return retain(sets, [len(units) for units in images], budgets, replace(parameters, swap_limit=limit))
 
 
-def kept_offsets(layout: ImageLayout, masks: Sequence[torch.Tensor], budget: int) -> torch.Tensor:
-    """Offsets of the kept tokens of all crops, ascending, (budget,), on their device."""
-    device = masks[0].device
-    # The last place takes the tokens that the model drops, which are never kept.
-    fed = torch.zeros(layout.length + 1, dtype=torch.uint8, device=device)
-    for crop, mask in zip(layout.crops, masks, strict=True):
-        places = np.where(crop.offsets >= 0, crop.offsets, layout.length)
-        fed.scatter_(0, torch.from_numpy(places).to(device), mask.to(torch.uint8))
-    # A stable sort in place of a search for ones, whose number the host would wait for.
-    return fed[:-1].sort(descending=True, stable=True).indices[:budget]
+class Chosen(NamedTuple):
+    """A crop's run, as far as it may get.
+
+    Attributes
+    ----------
+    state, query_affinity, depth
+        As in `Problem`.
+    steps
+        The picks.
+    targets
+        n theta_t for t = 0..k, (k + 1,).
+    capacity
+        Positions that may be kept.
+    """
+
+    state: triton.State
+    query_affinity: torch.Tensor
+    steps: Steps
+    targets: torch.Tensor
+    depth: int | None
+    capacity: int
+
+
+def retain(
+    runs: Sequence[Chosen], crops: Sequence[int], budgets: Sequence[int], parameters: Parameters
+) -> list[list[torch.Tensor]]:
+    """Which tokens of every crop are kept after the merge of an image's runs and the swaps, (n_c,), bool.
+
+    Parameters
+    ----------
+    runs
+        Of all crops of all images, in order.
+    crops
+        Number of every image's crops.
+    budgets
+        Tokens to keep of every image.
+    parameters
+        Limit, passes and least gain of the swaps.
+    """
+    images = _split(list(runs), crops)
+    merged = [
+        triton.Runs([run.steps for run in own], [(len(run.query_affinity), len(run.state.sums)) for run in own], budget)
+        for own, budget in zip(images, budgets, strict=True)
+    ]
+    several = [one for one in merged if len(one.steps) > 1]
+    shares = iter(triton.allocate(several) if several else [])
+    whole = upload(np.array(budgets, dtype=np.int64), runs[0].steps.order.device)
+    sizes = [next(shares)[1] if len(one.steps) > 1 else whole[i : i + 1] for i, one in enumerate(merged)]
+    sets = [
+        triton.Retained(run.state, run.query_affinity, run.steps.order, size, run.targets, run.depth, run.capacity)
+        for own, counts in zip(images, sizes, strict=True)
+        for run, size in zip(own, counts[:, None], strict=True)
+    ]
+    refined = triton.refine(sets, parameters.swap_limit, parameters.swap_epsilon, parameters.swap_passes or 0)
+    return _split([one.mask for one in refined], crops)
+
+
+def _split(values: list[Any], counts: Sequence[int]) -> list[list[Any]]:
+    ends = accumulate(counts)
+    return [values[end - count : end] for count, end in zip(counts, ends, strict=True)]
 
 
 def read_swaps(refined: triton.Refined) -> list[Swap]:
@@ -125,7 +177,7 @@ def _on_device(problem: Problem) -> Problem:
     device = problem.state.matrix.device
 
     def tensor(values: Any) -> torch.Tensor:
-        return torch.as_tensor(values).to(device, non_blocking=True)
+        return values if isinstance(values, torch.Tensor) and values.device == device else upload(values, device)
 
     weights = None if problem.weights is None else tensor(problem.weights)
     return problem._replace(

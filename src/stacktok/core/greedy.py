@@ -191,20 +191,20 @@ class GreedyRun:
     def run(
         units: Sequence[tuple[CoverageReference, QueryAffinity]],
         parameters: Parameters,
-        budget: int,
+        budgets: Sequence[int],
         lengths: Sequence[int],
         horizons: Sequence[int],
     ) -> list[GreedyRun]:
-        """Run several units of one question.
+        """Run several units at once.
 
         Parameters
         ----------
         units
-            Images or crops, with the affinities of the question to each.
+            Images or crops, with the affinities of a question to each.
         parameters
             Checked parameters.
-        budget
-            Tokens to be kept in the end, over all units.
+        budgets
+            Tokens to be kept in the end, over all crops of the image that a unit belongs to.
         lengths
             Tokens that each run picks.
         horizons
@@ -213,7 +213,7 @@ class GreedyRun:
         final = parameters.target == "final"
         curves = CoverageReference.curves([unit for unit, _ in units], horizons if final else lengths)
         runs, problems = [], []
-        for (unit, query), curve, k, horizon in zip(units, curves, lengths, horizons, strict=True):
+        for (unit, query), curve, budget, k, horizon in zip(units, curves, budgets, lengths, horizons, strict=True):
             beta = strictness(query, parameters)
             if parameters.criterion == "relevance":
                 # No coverage is asked for: it only takes over where relevance has saturated.

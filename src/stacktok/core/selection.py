@@ -216,7 +216,7 @@ def _select(reference: CoverageReference, query: QueryAffinity, parameters: Para
     """Algorithm 1 to the budget, and the swaps."""
     adaptive = Coverage.of(budget)
     k = resolve_budget(budget if adaptive is None else adaptive.at_most, reference.n, reference.capacity)
-    run = GreedyRun.run([(reference, query)], parameters, k, [k], [k])[0].on_host()
+    run = GreedyRun.run([(reference, query)], parameters, [k], [k], [k])[0].on_host()
     if adaptive is None:
         return run.record(k)
     return run.record(k).prefix(adaptive_size(adaptive, [run], np.arange(k + 1)[:, None]), refine=True)

@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from stacktok.core.inputs import Mask
+from stacktok.kernels.transfer import upload
 
 Ints = NDArray[np.int64]
 
@@ -320,7 +321,7 @@ class EncodedImage:
         """Offset of every output token, (k,), on ``device``; a reduction that was made there is not read back."""
         if isinstance(reduction, DeviceReduction):
             return reduction.offsets.to(device)
-        return torch.from_numpy(self.offsets_of(reduction.anchors)).to(device)
+        return upload(self.offsets_of(reduction.anchors), device)
 
     def gather(self, embeddings: torch.Tensor, reduction: Reduction) -> torch.Tensor:
         """The embeddings of the output tokens, (k, d), in order.
@@ -351,9 +352,9 @@ class EncodedImage:
         """
         if self.further is None:
             return None
-        kept = self.further[torch.from_numpy(self.offsets_of(reduction.anchors)).to(self.further.device)]
+        kept = self.further[self.kept_offsets(reduction, self.further.device)]
         for output, sources in reduction.merged.items():
-            rows = torch.from_numpy(self.layout.fed(sources)).to(self.further.device)
+            rows = upload(self.layout.fed(sources), self.further.device)
             kept[output] = self.further[rows].mean(0)
         return kept
 
@@ -470,6 +471,55 @@ class DeviceReduction(Reduction):
 
     def __repr__(self) -> str:
         return f"DeviceReduction({len(self)} tokens on {self.offsets.device})"
+
+
+class KeptOnDevice(NamedTuple):
+    """What a method keeps of an image, decided on a device.
+
+    Attributes
+    ----------
+    masks
+        Which tokens of every crop are kept, (n_c,), bool.
+    size
+        How many they are.
+    record
+        Makes the method's record, which reads the device.
+    """
+
+    masks: Sequence[torch.Tensor]
+    size: int
+    record: Callable[[], Any]
+
+
+def device_reductions(layouts: Sequence[ImageLayout], kept: Sequence[KeptOnDevice]) -> list[DeviceReduction]:
+    """The reductions of several images, which nobody waits for.
+
+    Parameters
+    ----------
+    layouts
+        Of the images.
+    kept
+        Their kept tokens, all on one device.
+    """
+    device = kept[0].masks[0].device
+    starts = np.cumsum([0, *(layout.length for layout in layouts)])
+    places = [
+        np.where(crop.offsets >= 0, start + crop.offsets, starts[-1])
+        for layout, start in zip(layouts, starts.tolist(), strict=False)
+        for crop in layout.crops
+    ]
+    # The last place takes the tokens that the models drop, which are never kept.
+    fed = torch.zeros(int(starts[-1]) + 1, dtype=torch.int64, device=device)
+    masks = torch.cat([mask for own in kept for mask in own.masks])
+    fed.scatter_(0, upload(np.concatenate(places), device), masks.long())
+    # One stable sort brings the kept tokens of every image before its others; a search for ones would have to be waited
+    # for, since the host does not know their number.
+    image = upload(np.repeat(np.arange(len(layouts)), np.diff(starts)), device)
+    order = (2 * image - fed[:-1]).sort(stable=True).indices
+    return [
+        DeviceReduction(layout, order[start : start + own.size] - start, own.record)
+        for layout, own, start in zip(layouts, kept, starts.tolist(), strict=False)
+    ]
 
 
 def single_crop(

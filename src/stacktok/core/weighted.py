@@ -324,7 +324,7 @@ class GatedRun:
         if beta is None:
             beta = float(strictness(crop.query_affinity(question, parameters), parameters))
         own = replace(parameters, strictness=beta)
-        (inner,) = GreedyRun.run([(crop.reference, matrix)], own, length, [length], [length])
+        (inner,) = GreedyRun.run([(crop.reference, matrix)], own, [length], [length], [length])
         return GatedRun(inner.on_host(), weights)
 
     @property

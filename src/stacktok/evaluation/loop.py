@@ -226,7 +226,7 @@ class Loop:
             own[columns] = prompt.rows
             embeds[row, start:] = own
             spans.append([] if reduction is None else [Span(columns.numpy() + start, prompt.image, reduction)])
-        kept, made = compact(valid, spans)
+        kept, made = compact(valid, spans, torch.device("cpu"))
         place = count_positions(kept.valid)
         if positions == "kept":
             place = kept.gather(count_positions(torch.from_numpy(valid)))

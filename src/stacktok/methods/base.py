@@ -10,13 +10,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 
 from stacktok.core.attention import TowerSignal
 from stacktok.core.budget import Budget, Coverage, budget_share, check_budget
-from stacktok.core.tokens import EncodedImage, Reduction
+from stacktok.core.tokens import DeviceReduction, EncodedImage, KeptOnDevice, Reduction, device_reductions
 from stacktok.methods.info import MethodInfo
 
 if TYPE_CHECKING:
@@ -163,6 +163,29 @@ class Prepared(ABC):
             Tokens to keep.
         """
 
+    def on_device(self, budget: Budget) -> bool:
+        """Whether a budget is decided on the image's device, where nothing waits for it; on the host by default."""
+        return False
+
+    @classmethod
+    def keep_on_device(cls, questions: Sequence[Asked]) -> list[KeptOnDevice]:
+        """Decide questions to images of this class, of which `on_device` is true, all of them in one launch."""
+        raise NotImplementedError
+
+
+class Asked(NamedTuple):
+    """A question to an image that a method prepared; the other parts are the arguments of `Prepared.reduce`."""
+
+    prepared: Any
+    query: torch.Tensor | None
+    budget: Budget
+
+
+def reduce_on_device(questions: Sequence[Asked]) -> list[DeviceReduction]:
+    """Reduce several images of one method, of which `Prepared.on_device` is true."""
+    kept = type(questions[0].prepared).keep_on_device(questions)
+    return device_reductions([one.prepared.image.layout for one in questions], kept)
+
 
 @dataclass(frozen=True)
 class FeatureMethod(Method):
@@ -221,10 +244,24 @@ class FeatureMethod(Method):
             reductions = self.reduce_shared(prepared, query, budget)
             seconds = (time.perf_counter() - begin) / len(prepared)
             return [reduction.timed(seconds) for reduction in reductions]
-        reductions = []
-        for image in prepared:
-            reduction = image.reduce(query, budget)
-            end = time.perf_counter()
-            reductions.append(reduction.timed(end - begin))
-            begin = end
-        return reductions
+        return self.reduce_batch([Asked(image, query, budget) for image in prepared])
+
+    def reduce_batch(self, questions: Sequence[Asked]) -> list[Reduction]:
+        """Answer questions to images that this method prepared, each by itself, timed.
+
+        Those that are decided on a device are decided together, in one launch per kernel; their time is that until the
+        work is queued.
+        """
+        found: dict[int, Reduction] = {}
+        queued = [i for i, one in enumerate(questions) if one.prepared.on_device(one.budget)]
+        begin = time.perf_counter()
+        if queued:
+            reductions = reduce_on_device([questions[i] for i in queued])
+            seconds = (time.perf_counter() - begin) / len(queued)
+            found = {i: reduction.timed(seconds) for i, reduction in zip(queued, reductions, strict=True)}
+        for i, one in enumerate(questions):
+            if i not in found:
+                begin = time.perf_counter()
+                reduction = one.prepared.reduce(one.query, one.budget)
+                found[i] = reduction.timed(time.perf_counter() - begin)
+        return [found[i] for i in range(len(questions))]

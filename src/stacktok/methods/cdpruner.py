@@ -8,16 +8,15 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from stacktok.core.affinity import row_norms
+from stacktok.core.affinity import norms_of, row_norms
 from stacktok.core.budget import Budget
-from stacktok.core.greedy import choose_backend
 from stacktok.core.inputs import Mask
-from stacktok.core.tokens import EncodedCrop, EncodedImage, Ints, Reduction
-from stacktok.methods.base import Prepared
+from stacktok.core.tokens import EncodedCrop, EncodedImage, KeptOnDevice, Reduction
+from stacktok.kernels.transfer import upload
+from stacktok.methods.base import Asked, Prepared, reduce_on_device
 from stacktok.methods.choice import Choice
-from stacktok.methods.crop_methods import CropMethod, Crops
+from stacktok.methods.crop_methods import CropMethod, Crops, kept_picks, picks_there
 from stacktok.methods.divprune import cosines
 from stacktok.methods.info import MethodInfo
 
@@ -71,21 +70,35 @@ class CDPruner(CropMethod):
         """The cosines among the tokens of every crop."""
         return PreparedSimilarity(self, image)
 
-    def relevance(self, crops: Sequence[EncodedCrop], query: torch.Tensor | None) -> list[NDArray[np.float64]]:
-        """The weights of every crop's tokens in the kernel, (n_c,) each."""
+    def relevance(
+        self, crops: Sequence[EncodedCrop], query: torch.Tensor | None, *, host: bool = True
+    ) -> list[torch.Tensor]:
+        """The weights of every crop's tokens in the kernel, (n_c,) each, where the crops are.
+
+        Parameters
+        ----------
+        crops
+            The crops of an image.
+        query
+            Embeddings of the query's tokens, (m, d), or None.
+        host
+            Whether the host may wait for them, and refuse rows without a finite norm.
+        """
+        sizes = [crop.n for crop in crops]
         if query is None or not len(query):
-            return [np.ones(crop.n) for crop in crops]
-        rows = query.float() / self.norms(query, "query")[:, None]
-        products = [rows @ crop.projected.float().T / self.norms(crop.projected, "projected") for crop in crops]
-        relevance = np.concatenate([found.double().mean(0).cpu().numpy() for found in products])
+            ones = torch.ones(sum(sizes), dtype=torch.float64, device=crops[0].projected.device)
+            return list(torch.split(ones, sizes))
+        rows = query.float() / self.norms(query, "query", host)[:, None]
+        products = [rows @ crop.projected.float().T / self.norms(crop.projected, "projected", host) for crop in crops]
+        relevance = torch.cat([found.double().mean(0) for found in products])
         weight = scaled(relevance, np.concatenate([crop.eligible for crop in crops]))
         if self.theta is not None:
-            weight = np.exp(self.theta / (2 * (1 - self.theta)) * weight)
-        return np.split(weight, np.cumsum([crop.n for crop in crops])[:-1])
+            weight = (self.theta / (2 * (1 - self.theta)) * weight).exp()
+        return list(torch.split(weight, sizes))
 
-    def norms(self, rows: torch.Tensor, name: str) -> torch.Tensor:
+    def norms(self, rows: torch.Tensor, name: str, host: bool) -> torch.Tensor:
         """Norms of rows, (n,), in float32 and not below the floor; ``name`` is what error messages call the rows."""
-        return row_norms(rows, name).float().clamp_min(self.norm_epsilon)
+        return (row_norms(rows, name) if host else norms_of(rows)).float().clamp_min(self.norm_epsilon)
 
 
 class PreparedSimilarity(Prepared):
@@ -94,13 +107,14 @@ class PreparedSimilarity(Prepared):
     def __init__(self, method: CDPruner, image: EncodedImage) -> None:
         super().__init__(image)
         self.method = method
+        device = image.crops[0].projected.device
+        self._runs_there = all(picks_there(device, crop.n) for crop in image.crops)
         self.similarity = []
         for crop in image.crops:
-            found = cosines(crop.projected, "projected", method.norm_epsilon)
+            found = cosines(crop.projected, "projected", method.norm_epsilon, host=not self._runs_there)
             # Rounding must not rank tokens by their similarity to themselves; only a token of zeros has none.
             found.diagonal().copy_(found.diagonal() > 0.5)
-            on_device = choose_backend("auto", found.device, crop.n) == "triton"
-            self.similarity.append(found if on_device else found.cpu())
+            self.similarity.append(found if self._runs_there else found.cpu())
 
     @property
     def nbytes(self) -> int:
@@ -109,48 +123,44 @@ class PreparedSimilarity(Prepared):
 
     def reduce(self, query: torch.Tensor | None, budget: Budget) -> Reduction:
         """The greedy maximum a posteriori set of every crop, with relevance on one scale."""
-        crops, shares = self.image.crops, self.method.shares(self.image, budget)
-        orders = greedy_sets(self.similarity, self.method.relevance(crops, query), [c.eligible for c in crops], shares)
-        return self.method.arrange(
-            self.image, [Choice.of(order, crop.n) for order, crop in zip(orders, crops, strict=True)]
-        )
+        if self.on_device(budget):
+            return reduce_on_device([Asked(self, query, budget)])[0]
+        # Compiled kernels load when they run: naming a method must not.
+        from stacktok.kernels.diversity import greedy_map
 
+        crops, choices = self.image.crops, []
+        weights, shares = self.method.relevance(crops, query), self.method.shares(self.image, budget)
+        for crop, similarity, weight, k in zip(crops, self.similarity, weights, shares, strict=True):
+            order = greedy_map(similarity.cpu().numpy(), weight.cpu().numpy(), crop.eligible, k, _ZERO)
+            choices.append(Choice.of(order, crop.n))
+        return self.method.arrange(self.image, choices)
 
-def greedy_sets(
-    similarities: Sequence[torch.Tensor],
-    weights: Sequence[NDArray[np.float64]],
-    candidates: Sequence[Mask],
-    sizes: Sequence[int],
-) -> list[Ints]:
-    """Greedy orders of several sets: of those on a GPU in one launch, of the others one by one.
+    def on_device(self, budget: Budget) -> bool:
+        """Where the similarities are on a GPU."""
+        return self._runs_there and not self.method.keep_newlines
 
-    Parameters
-    ----------
-    similarities
-        (n, n), float32, on the host or, where Triton runs, on its device.
-    weights, candidates, sizes
-        As in `stacktok.kernels.diversity.greedy_map`.
-    """
-    device = similarities[0].device
-    # Compiled kernels load when they run: naming a method must not.
-    if all(choose_backend("auto", one.device, len(one)) == "triton" for one in similarities):
+    @classmethod
+    def keep_on_device(cls, questions: Sequence[Asked]) -> list[KeptOnDevice]:
+        """The sets of all crops of all images, in one launch."""
         from stacktok.kernels.triton import pick_determinantal
 
-        factors, masks = ([torch.from_numpy(one).to(device) for one in arrays] for arrays in (weights, candidates))
-        return [order.cpu().numpy() for order in pick_determinantal(similarities, factors, masks, sizes, _ZERO)]
-    from stacktok.kernels.diversity import greedy_map
+        similarities, weights, candidates, sizes = [], [], [], []
+        for prepared, query, budget in questions:
+            crops = prepared.image.crops
+            similarities += prepared.similarity
+            weights += prepared.method.relevance(crops, query, host=False)
+            candidates += [upload(crop.eligible, crop.projected.device) for crop in crops]
+            sizes += prepared.method.shares(prepared.image, budget)
+        orders = iter(pick_determinantal(similarities, weights, candidates, sizes, _ZERO))
+        images = [one.prepared.image for one in questions]
+        return [kept_picks(image, [next(orders) for _ in image.crops]) for image in images]
 
-    return [
-        greedy_map(similarity.cpu().numpy(), weight, mask, k, _ZERO)
-        for similarity, weight, mask, k in zip(similarities, weights, candidates, sizes, strict=True)
-    ]
 
-
-def scaled(relevance: NDArray[np.float64], eligible: Mask) -> NDArray[np.float64]:
+def scaled(relevance: torch.Tensor, eligible: Mask) -> torch.Tensor:
     """Relevance brought to about [0, 1] by its least and largest value among eligible tokens; 1 where all are equal."""
-    among = relevance[eligible]
-    if not len(among) or among.max() == among.min():
-        return np.ones_like(relevance)
+    ones = torch.ones_like(relevance)
+    if not eligible.any():
+        return ones
+    among = relevance[upload(np.flatnonzero(eligible), relevance.device)]
     low, high = among.min(), among.max()
-    found: NDArray[np.float64] = np.maximum(relevance - low + 1e-6, 0.0) / (high - low)
-    return found
+    return torch.where(high == low, ones, (relevance - low + 1e-6).clamp_min(0.0) / (high - low))

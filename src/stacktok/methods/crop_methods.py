@@ -15,13 +15,23 @@ from typing import ClassVar, Literal
 import numpy as np
 import torch
 
-from stacktok.core.affinity import check_features
+from stacktok.core.affinity import check_features, row_norms
 from stacktok.core.attention import received_attention
 from stacktok.core.budget import Budget, resolve_budget
 from stacktok.core.crops import apportion
+from stacktok.core.greedy import choose_backend
 from stacktok.core.inputs import Array, Eligible, Mask, eligible_mask
-from stacktok.core.tokens import CropLayout, EncodedCrop, EncodedImage, Ints, Reduction, TowerAttention, single_crop
-from stacktok.methods.base import FeatureMethod, Prepared
+from stacktok.core.tokens import (
+    CropLayout,
+    EncodedCrop,
+    EncodedImage,
+    Ints,
+    KeptOnDevice,
+    Reduction,
+    TowerAttention,
+    single_crop,
+)
+from stacktok.methods.base import Asked, FeatureMethod, Prepared, reduce_on_device
 from stacktok.methods.choice import Choice, Indices, MergedTokens, checked_indices
 
 Crops = Literal["pooled", "uniform", "proportional"]
@@ -143,9 +153,43 @@ class PreparedSets(Prepared):
         super().__init__(image)
         self.method = method
         self.pooled = method.crops == "pooled" and len(image.crops) > 1
-        # Pooled features are copies, which are not held.
-        sets = (pool(image.crops),) if self.pooled else image.crops
+        # Pooled features are copies, which are not held. A kernel on a GPU picks no more than it is asked for.
+        sets = () if self._runs_there else (pool(image.crops),) if self.pooled else image.crops
         self.rankings = [method.ranking(crop) if crop.eligible.sum() > 1 else None for crop in sets]
+
+    @property
+    def _runs_there(self) -> bool:
+        method, crops = self.method, self.image.crops
+        if not isinstance(method, PickMethod) or type(method).pick_on_device is PickMethod.pick_on_device:
+            return False
+        largest = self.image.n if self.pooled else max(crop.n for crop in crops)
+        return picks_there(crops[0].projected.device, largest)
+
+    def on_device(self, budget: Budget) -> bool:
+        """Where the method has a kernel for the image's device."""
+        return self._runs_there and not self.method.keep_newlines
+
+    @classmethod
+    def keep_on_device(cls, questions: Sequence[Asked]) -> list[KeptOnDevice]:
+        """The picks of all sets of all images, in one launch."""
+        sets: list[EncodedCrop] = []
+        queries: list[torch.Tensor | None] = []
+        sizes, counts = [], []
+        for prepared, query, budget in questions:
+            image, method = prepared.image, prepared.method
+            own = method.shares(image, budget)
+            if prepared.pooled:
+                own = [resolve_budget(budget, image.n, image.capacity)]
+            found = [pool(image.crops)] if prepared.pooled else image.crops
+            sets += found
+            queries += [query] * len(found)
+            sizes += own
+            counts.append(len(found))
+        orders = iter(method.pick_on_device(sets, queries, sizes))
+        return [
+            kept_picks(one.prepared.image, [next(orders) for _ in range(count)])
+            for one, count in zip(questions, counts, strict=True)
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -154,6 +198,8 @@ class PreparedSets(Prepared):
 
     def reduce(self, query: torch.Tensor | None, budget: Budget) -> Reduction:
         """Choose in every set."""
+        if self.on_device(budget):
+            return reduce_on_device([Asked(self, query, budget)])[0]
         image, method = self.image, self.method
         if self.pooled:
             k = resolve_budget(budget, image.n, image.capacity)
@@ -222,6 +268,15 @@ class PickMethod(SetMethod):
     def pick(self, crop: EncodedCrop, query: torch.Tensor | None, k: int) -> Indices:
         """Indices of ``k`` eligible tokens in order of choice."""
 
+    def pick_on_device(
+        self, sets: Sequence[EncodedCrop], queries: Sequence[torch.Tensor | None], sizes: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """The picks of several sets, (k,) each, on their device, without waiting for it; for methods with a kernel.
+
+        Sizes may be 0 or all eligible tokens.
+        """
+        raise NotImplementedError
+
     def choose(self, crop: EncodedCrop, query: torch.Tensor | None, k: int) -> Choice:
         """The picks, checked."""
         picks = MergedTokens(self.pick(crop, query, k), [], crop.projected[:0], [])
@@ -253,6 +308,46 @@ class MergeMethod(SetMethod):
     def choose(self, crop: EncodedCrop, query: torch.Tensor | None, k: int) -> Choice:
         """The merged tokens, checked."""
         return _checked(self, "merge", crop, self.merge(crop, query, k), k)
+
+
+def picks_there(device: torch.device, n: int) -> bool:
+    """Whether a set of ``n`` tokens on a device is picked from there."""
+    return choose_backend("auto", device, n) == "triton"
+
+
+def kept_picks(image: EncodedImage, orders: Sequence[torch.Tensor]) -> KeptOnDevice:
+    """Picks of an image on a device.
+
+    Parameters
+    ----------
+    image
+        The image.
+    orders
+        Picks of every crop in order of choice, (k,) each, or of all crops pooled.
+    """
+    sizes = [crop.n for crop in image.crops]
+    eligible = [crop.eligible for crop in image.crops]
+    if len(orders) < len(sizes):
+        eligible = [np.concatenate(eligible)]
+    masks = [
+        torch.zeros(len(own), dtype=torch.bool, device=order.device).scatter_(0, order, True)
+        for own, order in zip(eligible, orders, strict=True)
+    ]
+
+    def record() -> Choice | tuple[Choice, ...]:
+        for c, crop in enumerate(image.crops):
+            where = f"crop {c}: " if len(image.crops) > 1 else ""
+            row_norms(crop.vision, f"{where}vision")
+            row_norms(crop.projected, f"{where}projected")
+        found = []
+        for own, order in zip(eligible, orders, strict=True):
+            # A set that is kept whole has no order of choice.
+            whole = len(order) == own.sum()
+            found.append(Choice.of(np.flatnonzero(own) if whole else order.cpu().numpy(), len(own)))
+        return found[0] if len(found) == 1 else tuple(found)
+
+    parts = torch.split(masks[0], sizes) if len(orders) < len(sizes) else masks
+    return KeptOnDevice(parts, sum(len(order) for order in orders), record)
 
 
 def pool(crops: Sequence[EncodedCrop]) -> EncodedCrop:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from stacktok.core.affinity import copies, row_norms, tie
-from stacktok.core.greedy import choose_backend
+from stacktok.core.affinity import all_copies, copies, norms_of, row_norms, tie
 from stacktok.core.tokens import EncodedCrop
+from stacktok.kernels.transfer import upload
 from stacktok.methods.choice import Indices
 from stacktok.methods.crop_methods import PickMethod
 from stacktok.methods.info import MethodInfo
@@ -41,28 +42,31 @@ class DivPrune(PickMethod):
 
     def pick(self, crop: EncodedCrop, query: torch.Tensor | None, k: int) -> Indices:
         """The greedy max-min set."""
-        distances = cosine_distances(crop.projected)
         # Compiled kernels load when they run: naming a method must not.
-        if choose_backend("auto", distances.device, crop.n) == "triton":
-            from stacktok.kernels.triton import pick_max_min
-
-            eligible = torch.from_numpy(crop.eligible).to(distances.device)
-            return pick_max_min([distances], [eligible], [k])[0]
         from stacktok.kernels.diversity import max_min
 
-        return max_min(distances.cpu().numpy(), crop.eligible, k)
+        return max_min(cosine_distances(crop.projected).cpu().numpy(), crop.eligible, k)
+
+    def pick_on_device(
+        self, sets: Sequence[EncodedCrop], queries: Sequence[torch.Tensor | None], sizes: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """The greedy max-min sets, in one launch."""
+        from stacktok.kernels.triton import pick_max_min
+
+        distances = [cosine_distances(crop.projected, host=False) for crop in sets]
+        return pick_max_min(distances, [upload(crop.eligible, crop.projected.device) for crop in sets], sizes)
 
 
-def cosine_distances(features: torch.Tensor, norm_epsilon: float = 1e-8) -> torch.Tensor:
+def cosine_distances(features: torch.Tensor, norm_epsilon: float = 1e-8, *, host: bool = True) -> torch.Tensor:
     """1 - cosine of every pair of rows of (n, d), (n, n), in float32.
 
     Distances that float32 cannot tell from 0 are 0, so that ties are real ties and the lowest index decides.
     """
-    distances = cosines(features, "projected", norm_epsilon).neg_().add_(1)
+    distances = cosines(features, "projected", norm_epsilon, host=host).neg_().add_(1)
     return distances.masked_fill_(distances < _ZERO, 0.0)
 
 
-def cosines(features: torch.Tensor, name: str, norm_epsilon: float = 1e-8) -> torch.Tensor:
+def cosines(features: torch.Tensor, name: str, norm_epsilon: float = 1e-8, *, host: bool = True) -> torch.Tensor:
     """The cosine of every pair of rows of (n, d), (n, n), in float32.
 
     Equal tokens are equally near to every other, and a cosine is the same both ways: it is computed once.
@@ -75,8 +79,10 @@ def cosines(features: torch.Tensor, name: str, norm_epsilon: float = 1e-8) -> to
         Their name in errors.
     norm_epsilon
         Lower bound of the norm that they are divided by.
+    host
+        Whether the host may wait for them: it then refuses rows without a finite norm.
     """
-    norms = row_norms(features, name)
+    norms = row_norms(features, name) if host else norms_of(features)
     unit = features.float() / norms.float().clamp_min(norm_epsilon)[:, None]
     found = unit.new_empty((len(unit), len(unit)))
     with torch.autocast(unit.device.type, enabled=False):
@@ -86,7 +92,7 @@ def cosines(features: torch.Tensor, name: str, norm_epsilon: float = 1e-8) -> to
             own = block[:, start:]
             own.copy_(torch.maximum(own, own.T))
             found[rows, : rows.stop], found[: rows.stop, rows] = block, block.T
-    equal = copies(features, norms)
+    equal = (copies if host else all_copies)(features, norms)
     tie(found, equal)
     tie(found.T, equal)
     return found

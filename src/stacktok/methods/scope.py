@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 import torch
 
-from stacktok.core.affinity import given_affinity
+from stacktok.core.affinity import given_affinity, on_grid
 from stacktok.core.greedy import get_backend
 from stacktok.core.tokens import EncodedCrop, Ints
 from stacktok.kernels import Problem, Rule
+from stacktok.kernels.transfer import upload
 from stacktok.methods.crop_methods import Crops, PickMethod
 from stacktok.methods.divprune import cosines
 from stacktok.methods.info import MethodInfo
@@ -52,7 +54,7 @@ class SCOPE(TowerMethod, PickMethod):
 
     def pick(self, crop: EncodedCrop, query: torch.Tensor | None, k: int) -> Ints:
         """The greedy order."""
-        similarity = given_affinity(cosines(crop.vision, "vision").clamp_min(0), "vision")
+        similarity = given_affinity(cosines(crop.vision, "vision").clamp_(0, 1), "vision")
         weights = self.attention_of(crop).scores.double().cpu().numpy() ** self.alpha
         backend = get_backend("auto")
         no_query = np.zeros((0, crop.n), dtype=similarity.dtype)
@@ -60,3 +62,18 @@ class SCOPE(TowerMethod, PickMethod):
         (steps,) = backend.greedy([Problem(state, no_query, np.zeros(k), Rule.COVERAGE, weights=weights)])
         order: Ints = steps.order
         return order
+
+    def pick_on_device(
+        self, sets: Sequence[EncodedCrop], queries: Sequence[torch.Tensor | None], sizes: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """The greedy orders, in one launch."""
+        from stacktok.kernels import triton
+
+        problems = []
+        for crop, k in zip(sets, sizes, strict=True):
+            similarity = on_grid(cosines(crop.vision, "vision", host=False).clamp_(0, 1))
+            state = triton.precompute(similarity, upload(crop.eligible, similarity.device))
+            weights = self.attention_of(crop).scores.double() ** self.alpha
+            targets = torch.zeros(k, dtype=torch.float64, device=similarity.device)
+            problems.append(Problem(state, similarity[:0], targets, Rule.COVERAGE, weights=weights))
+        return [steps.order for steps in triton.greedy(problems)]

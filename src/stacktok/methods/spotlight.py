@@ -132,6 +132,10 @@ class PreparedSpotlight(PreparedSelector):
         super().__init__(image, units, keep_newlines=method.keep_newlines)
         self.method = method
 
+    def on_device(self, budget: Budget) -> bool:
+        """No: the weights of the rows are read in between."""
+        return False
+
     def reduce(self, query: torch.Tensor | None, budget: Budget) -> Reduction:
         """One greedy run over all crops."""
         crops = self.method.record([self], query, budget)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +16,8 @@ from stacktok.core.inputs import Array, Eligible
 from stacktok.core.parameters import Allocation, Criterion, Depth, Fill, Parameters, Target
 from stacktok.core.record import CropSelection, Selection
 from stacktok.core.selection import PreparedImage
-from stacktok.core.tokens import DeviceReduction, EncodedImage, Reduction
-from stacktok.methods.base import FeatureMethod, Prepared
+from stacktok.core.tokens import EncodedImage, KeptOnDevice, Reduction
+from stacktok.methods.base import Asked, FeatureMethod, Prepared, reduce_on_device
 from stacktok.methods.info import MethodInfo
 
 
@@ -136,31 +137,51 @@ class PreparedSelector(Prepared):
 
     def reduce(self, query: torch.Tensor | None, budget: Budget) -> Reduction:
         """Algorithm 1 on a single crop, Algorithm 2 on several; on a GPU nothing waits for the decision."""
-        if Coverage.of(budget) is None and not self.keep_newlines and not self.per_crop and self._on_device:
-            return self._reduce_on_device(query, budget)
-        return self._reduce(query, budget)
+        if self.on_device(budget):
+            return reduce_on_device([Asked(self, query, budget)])[0]
+        return self.reduce_on_host(query, budget)
 
-    @property
-    def _on_device(self) -> bool:
-        if any(unit.reference.backend != "triton" for unit in self.units):
+    def on_device(self, budget: Budget) -> bool:
+        """Whether nothing between affinities and kept tokens needs a look at the numbers."""
+        unknown = self.keep_newlines or Coverage.of(budget) is not None
+        if unknown or any(unit.reference.backend != "triton" for unit in self.units):
             return False
         # Triton loads with the first selection, not with the package.
         from stacktok.core.device import keeps
 
         return keeps([unit.reference for unit in self.units], self.units[0].parameters)
 
-    def _reduce_on_device(self, query: torch.Tensor | None, budget: Budget) -> Reduction:
-        from stacktok.core.device import keep, kept_offsets
+    @classmethod
+    def keep_on_device(cls, questions: Sequence[Asked]) -> list[KeptOnDevice]:
+        """Algorithms 1 and 2 and the swaps, each in one launch for all images."""
+        from stacktok.core.device import keep
 
-        first, image = self.units[0], self.image
-        queries = query_affinities(first.question(query), [unit.embeddings for unit in self.units], first.parameters)
-        total = resolve_budget(budget, image.n, image.capacity)
-        references = [unit.reference for unit in self.units]
-        masks = keep(list(zip(references, queries, strict=True)), first.parameters, total)
-        offsets = kept_offsets(image.layout, masks, total)
-        return DeviceReduction(image.layout, offsets, lambda: self._reduce(query, budget).record)
+        images, budgets = [], []
+        for one in questions:
+            for units, total in one.prepared.shares(one.budget):
+                first, embeddings = units[0], [unit.embeddings for unit in units]
+                queries = query_affinities(first.question(one.query), embeddings, first.parameters)
+                images.append(list(zip([unit.reference for unit in units], queries, strict=True)))
+                budgets.append(total)
+        masks = iter(keep(images, questions[0].prepared.units[0].parameters, budgets))
+        found = []
+        for one in questions:
+            shares = one.prepared.shares(one.budget)
+            own = [mask for _ in shares for mask in next(masks)]
+            found.append(KeptOnDevice(own, sum(total for _, total in shares), one.prepared.recorder(one)))
+        return found
 
-    def _reduce(self, query: torch.Tensor | None, budget: Budget) -> Reduction:
+    def recorder(self, question: Asked) -> Callable[[], Any]:
+        """Makes the record of a question by a second run, which returns the same bits."""
+        return lambda: self.reduce_on_host(question.query, question.budget).record
+
+    def shares(self, budget: Budget) -> list[tuple[Sequence[PreparedImage], int]]:
+        """The crops that share a budget, and that budget as a count."""
+        if self.per_crop:
+            return [([unit], resolve_budget(budget, unit.n, unit.reference.capacity)) for unit in self.units]
+        return [(self.units, resolve_budget(budget, self.image.n, self.image.capacity))]
+
+    def reduce_on_host(self, query: torch.Tensor | None, budget: Budget) -> Reduction:
         """The reduction with its record."""
         record: Selection | CropSelection | tuple[Selection, ...]
         if self.per_crop or len(self.units) == 1:

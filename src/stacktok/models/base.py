@@ -19,6 +19,7 @@ from torch import nn
 
 from stacktok.core.attention import received_attention, row_attention
 from stacktok.core.tokens import EncodedImage, ImageLayout, TowerAttention
+from stacktok.kernels.transfer import upload
 from stacktok.models.partial import PartialTower
 from stacktok.models.query import content_words
 
@@ -128,21 +129,24 @@ class KeptTokens:
     Attributes
     ----------
     indices
-        Index in the unpruned sequence of every token of the pruned one, (B, L), 0 in padding.
+        Index in the unpruned sequence of every token of the pruned one, (B, L), 0 in padding; on the model's device.
     valid
-        Which entries are not padding, (B, L).
+        Which entries are not padding, (B, L); in host memory.
     merged
         Row and index of every token that was made of several, with their indices in the unpruned sequence, (s,).
+    visual
+        How many of them are an image's, over all rows; None where only the numbers tell.
     """
 
     indices: torch.Tensor
     valid: torch.Tensor
     merged: Sequence[tuple[int, int, torch.Tensor]] = ()
+    visual: int | None = None
 
     @property
     def origin(self) -> torch.Tensor:
         """Index in the unpruned sequence, (B, L), -1 in padding."""
-        return self.indices.masked_fill(~self.valid, -1)
+        return self.indices.masked_fill(upload(~self.valid, self.indices.device), -1)
 
     @property
     def ragged(self) -> bool:
@@ -157,12 +161,16 @@ class KeptTokens:
             shape = list(values.shape)
             shape[batch] = len(self.indices)
             values = values.expand(shape)
-        index = self.indices.to(values.device)
+        index = _on(self.indices, values.device)
         view = [1] * values.ndim
         view[batch], view[dim] = index.shape
         shape = list(values.shape)
         shape[dim] = index.shape[1]
         return values.gather(dim, index.reshape(view).expand(shape))
+
+
+def _on(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return upload(values, device) if values.device.type == "cpu" else values.to(device)
 
 
 class ModelAdapter(ABC):
@@ -243,6 +251,23 @@ class ModelAdapter(ABC):
             The arguments that change; none unless a family says otherwise.
         """
         return {}
+
+    def host_arguments(self, arguments: Mapping[str, Any], processor: Any = None) -> dict[str, Any]:
+        """Arguments of an encoder call with what `layout` reads in host memory; all but pixels by default.
+
+        Called before the encoder runs: afterwards, reading them from a device would wait for it.
+
+        Parameters
+        ----------
+        arguments
+            Of ``get_{modality}_features``, by name.
+        processor
+            The user's, where it is known.
+        """
+        return {
+            name: value.cpu() if isinstance(value, torch.Tensor) and not name.startswith("pixel") else value
+            for name, value in arguments.items()
+        }
 
     def units(self, output: Any, config: Any) -> Sequence[torch.Tensor]:
         """The embeddings that an encoder output puts into the prompt, (tokens, d) each, in order."""

@@ -36,6 +36,14 @@ class LlavaAdapter(ModelAdapter):
             return layout
         return layout.with_eligible(inside_border(pixels, layout.crops[0].grid, colour))
 
+    def host_arguments(self, arguments: Mapping[str, Any], processor: Any = None) -> dict[str, Any]:
+        """Pixels too where the processor pads, since the border is found in them."""
+        found = super().host_arguments(arguments, processor)
+        pads = pad_colour(getattr(processor, "image_processor", None)) is not None
+        if self.eligible_from_pixels and pads and found.get("pixel_values") is not None:
+            found["pixel_values"] = found["pixel_values"].cpu()
+        return found
+
     def features(self, call: EncoderCall, layouts: Sequence[ImageLayout]) -> list[Features]:
         """The layer that feeds the projector, and the projector's output."""
         vision = tower_features(call)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from stacktok.core.tokens import CropLayout, ImageLayout, Ints
+from stacktok.kernels.transfer import upload
 from stacktok.models.base import EncoderCall, Features
 from stacktok.models.llava import LlavaAdapter, tower_features
 
@@ -112,9 +113,10 @@ def unpack(packed: torch.Tensor, layout: ImageLayout, vision: torch.Tensor, proj
     project
         The projector. Letterbox tokens are never kept, but all encoded tokens are affinity targets.
     """
-    offsets = torch.from_numpy(np.concatenate([crop.offsets for crop in layout.crops])).to(packed.device)
-    projected = packed[offsets.clamp_min(0)]
-    letterbox = offsets < 0
-    if bool(letterbox.any()):
-        projected[letterbox] = project(vision[letterbox.to(vision.device)]).to(projected)
+    offsets = np.concatenate([crop.offsets for crop in layout.crops])
+    projected = packed[upload(np.maximum(offsets, 0), packed.device)]
+    letterbox = np.flatnonzero(offsets < 0)
+    if len(letterbox):
+        rows = project(vision[upload(letterbox, vision.device)])
+        projected[upload(letterbox, projected.device)] = rows.to(projected)
     return projected

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from stacktok.core.tokens import CropLayout, EncodedImage, ImageLayout
+from stacktok.kernels.transfer import upload
 from stacktok.models.base import EncoderCall, Features, TowerReading, split_attention
 from stacktok.models.llava import tower_features
 from stacktok.models.llava_next import LlavaNextAdapter, unpack
@@ -122,10 +123,12 @@ def _resize(views: torch.Tensor, tiles: ImageLayout, grid: tuple[int, int]) -> t
         Rows and columns to resize to.
     """
     n = views.shape[1]
-    offsets = torch.from_numpy(np.concatenate([crop.offsets for crop in tiles.crops[1:]])).to(views.device)
+    offsets = np.concatenate([crop.offsets for crop in tiles.crops[1:]])
+    fed = np.flatnonzero(offsets >= 0)
+    places, tokens = (upload(own, views.device) for own in (offsets[fed] - n, fed))
     rows = len(tiles.separators)
     columns = (tiles.length - n) // rows - 1
     canvas = views.new_empty((tiles.length - n, views.shape[-1]))
-    canvas[offsets[offsets >= 0] - n] = views.flatten(0, 1)[offsets >= 0]
+    canvas[places] = views.flatten(0, 1)[tokens]
     canvas = canvas.view(rows, columns + 1, -1)[:, :-1].permute(2, 0, 1)[None]
     return torch.nn.functional.interpolate(canvas, list(grid), mode="bilinear")[0].permute(1, 2, 0).flatten(0, 1)

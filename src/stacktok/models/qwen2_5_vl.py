@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stacktok.kernels.transfer import upload
 from stacktok.models.base import EncoderCall
 from stacktok.models.partial import PartialTower
 from stacktok.models.qwen2_vl import Qwen2VLAdapter
@@ -20,7 +21,7 @@ class Qwen2_5_VLAdapter(Qwen2VLAdapter):  # noqa: N801 - the family's own spelli
 
     def raster(self, call: EncoderCall, values: torch.Tensor) -> torch.Tensor:
         """Tokens are merged in window order."""
-        return values[torch.argsort(window_order(call).to(values.device))]
+        return values[upload(torch.argsort(window_order(call).cpu()), values.device)]
 
     def partial_tower(self, model: Any, grid: torch.Tensor, kept: torch.Tensor, source: torch.Tensor) -> PartialTower:
         """A window holds those of its tokens that are kept; one without any is gone."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stacktok.kernels.transfer import upload
 from stacktok.models.base import KeptTokens
 from stacktok.models.partial import PartialTower
 from stacktok.models.qwen2_vl import Qwen2VLAdapter
@@ -56,13 +57,13 @@ class Qwen3VLAdapter(TimestampedQwenAdapter):
         visual, features = kwargs.get("visual_pos_masks"), kwargs.get("deepstack_visual_embeds")
         if visual is None or features is None:
             return {}
-        mask = kept.gather(visual) & kept.valid.to(visual.device)
+        mask = kept.gather(visual) & upload(kept.valid, visual.device)
         # A feature belongs to the visual token of the same number, counted over the batch.
-        numbers = torch.zeros_like(visual, dtype=torch.long)
-        numbers[visual] = torch.arange(int(visual.sum()), device=visual.device)
-        chosen = kept.gather(numbers)[mask]
-        outputs = torch.zeros_like(mask, dtype=torch.long)
-        outputs[mask] = torch.arange(len(chosen), device=mask.device)
+        numbers, outputs = (own.flatten().cumsum(0).reshape(own.shape) - 1 for own in (visual, mask))
+        count = int(mask.sum()) if kept.visual is None else kept.visual
+        # A stable sort brings the visual tokens to the front; a search for them would have to be waited for.
+        places = mask.flatten().to(torch.uint8).sort(descending=True, stable=True).indices[:count]
+        chosen = kept.gather(numbers).flatten()[places]
         shorter = [rows[chosen.to(rows.device)] for rows in features]
         for row, token, sources in kept.merged:
             of = numbers[row, sources.to(numbers.device)]

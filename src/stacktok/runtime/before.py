@@ -7,7 +7,7 @@ meaning of the shorter cache on the cache itself; later steps find it there.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,8 @@ from torch import nn
 from stacktok.core.budget import Budget
 from stacktok.core.inputs import Mask
 from stacktok.core.tokens import Reduction
+from stacktok.kernels.transfer import upload
+from stacktok.methods.base import Asked
 from stacktok.models.base import ModelAdapter
 from stacktok.runtime.cache import CacheState, remember, state_of
 from stacktok.runtime.capture import PlacedImage, Placement
@@ -28,6 +30,7 @@ from stacktok.runtime.run import ImageResult
 
 if TYPE_CHECKING:
     from stacktok.methods.base import FeatureMethod, Prepared
+    from stacktok.runtime.question import Question
 
 
 class BeforePruning(Pruning):
@@ -84,6 +87,7 @@ class BeforePruning(Pruning):
                         "none"
                     )
                 call.input_ids, fresh = call.input_ids[:, extra:], fresh[:, extra:]
+                call.prompt = None if call.prompt is None else call.prompt.cut(extra)
                 changed.update(input_ids=call.input_ids, position_ids=positions[..., extra:])
         if self.masks is not None and isinstance(mask, torch.Tensor) and mask.ndim == 2:
             # The base model makes masks of it, for the columns that the cache has in fact.
@@ -94,9 +98,6 @@ class BeforePruning(Pruning):
         """Shorten the language model's input."""
         budget, shorter = self.run.budget, None
         if call.outputs and budget is not None:
-            if kwargs["inputs_embeds"].is_cuda:
-                # The selection waits for the encoder in any case; the clock should not count that.
-                torch.cuda.synchronize(kwargs["inputs_embeds"].device)
             shorter = self._prune(call, budget, kwargs)
         if shorter is None and call.state is not None:
             shorter = self._continue(call, call.state, kwargs)
@@ -113,9 +114,11 @@ class BeforePruning(Pruning):
         begin = time.perf_counter()
         embeds, mask = kwargs["inputs_embeds"], kwargs.get("attention_mask")
         batch, length, _ = embeds.shape
-        padding = padding_of(mask, length, call.past, causal=not self.adapter.gathers_masks)
-        valid: Mask = np.array(np.broadcast_to(True if padding is None else padding, (batch, length)))
-        placement = self.capture.place(call.outputs, call.input_ids, valid)
+        ids, known = call.ids, None if call.prompt is None else call.prompt.valid
+        if known is None:
+            known = padding_of(mask, length, call.past, causal=not self.adapter.gathers_masks)
+        valid: Mask = np.array(np.broadcast_to(True if known is None else known, (batch, length)))
+        placement = self.capture.place(call.outputs, ids, valid)
         spans = self._decide(call, placement, budget, embeds.device)
         self.run.seconds = time.perf_counter() - begin
         if all(span.unchanged for row in spans for span in row):
@@ -131,18 +134,17 @@ class BeforePruning(Pruning):
         """The images of every row, each with its reduction."""
         times = placement.times
         queries = self.queries(len(placement.rows) // times)
-        spans: list[list[Span]] = []
-        results: dict[tuple[str, int, int], ImageResult] = {}
+        asked: list[tuple[list[PlacedImage], Question]] = []
         for row, placed in enumerate(placement.rows):
-            spans.append([])
-            if not placed:
-                continue
-            prompt = None
-            if call.input_ids is not None:
-                prompt = call.input_ids[row].cpu().numpy()[placement.text[row]].tolist()
-            question = self.reader.question(queries[row // times], prompt, device)
-            for one, reduction in zip(placed, self._reduce(call, placed, question, budget), strict=True):
-                spans[-1].append(Span(one.indices, one.image, reduction))
+            if placed:
+                prompt = call.ids[row][placement.text[row]].tolist()
+                asked.append((placed, self.reader.question(queries[row // times], prompt, device)))
+        spans: list[list[Span]] = [[] for _ in placement.rows]
+        results: dict[tuple[str, int, int], ImageResult] = {}
+        for (placed, question), reductions in zip(asked, self._reduce(call, asked, budget), strict=True):
+            for one, reduction in zip(placed, reductions, strict=True):
+                row = one.row
+                spans[row].append(Span(one.indices, one.image, reduction))
                 results.setdefault(
                     (one.modality, one.index, row // times),
                     ImageResult(
@@ -161,20 +163,38 @@ class BeforePruning(Pruning):
         self.run.last = tuple(results.values())
         return spans
 
-    def _reduce(self, call: Call, placed: list[PlacedImage], question: Any, budget: Budget) -> list[Reduction]:
-        """The method's answer for the images of one prompt, decided once for beams and steps without a cache."""
-        captured = self.capture.captured(placed[0].modality, call.outputs[placed[0].modality])
-        key = (self.method, tuple((one.modality, one.index) for one in placed), question.key, budget)
-        if key not in captured.decided:
+    def _reduce(
+        self, call: Call, asked: list[tuple[list[PlacedImage], Question]], budget: Budget
+    ) -> list[list[Reduction]]:
+        """The method's answers for the images of every prompt, decided once for beams and steps without a cache.
+
+        All prompts of a batch are decided together, except where the images of each share a budget.
+        """
+        known: list[dict[Hashable, tuple[Question, list[Reduction]]]] = []
+        keys: list[Hashable] = []
+        fresh: dict[Hashable, tuple[int, list[Asked], float]] = {}
+        for number, (placed, question) in enumerate(asked):
+            first = placed[0]
+            known.append(self.capture.captured(first.modality, call.outputs[first.modality]).decided)
+            keys.append((self.method, tuple((one.modality, one.index) for one in placed), question.key, budget))
+            if keys[-1] in known[-1] or keys[-1] in fresh:
+                continue
             begin = time.perf_counter()
             prepared = [self._prepared(call, one) for one in placed]
             each = (time.perf_counter() - begin) / len(placed)
             query = question.embeddings
             if query is not None:
-                query = query.to(placed[0].image.crops[0].projected.device)
-            found = self.method.reduce_prompt(prepared, query, budget)
-            captured.decided[key] = (question, [reduction.timed(reduction.seconds + each) for reduction in found])
-        return captured.decided[key][1]
+                query = query.to(first.image.crops[0].projected.device)
+            fresh[keys[-1]] = (number, [Asked(one, query, budget) for one in prepared], each)
+        shared = self.method.share_budget
+        flat = [] if shared else self.method.reduce_batch([one for _, own, _ in fresh.values() for one in own])
+        for number, own, each in fresh.values():
+            found, flat = flat[: len(own)], flat[len(own) :]
+            if shared:
+                found = self.method.reduce_prompt([one.prepared for one in own], own[0].query, budget)
+            timed = [reduction.timed(reduction.seconds + each) for reduction in found]
+            known[number][keys[number]] = (asked[number][1], timed)
+        return [decided[key][1] for decided, key in zip(known, keys, strict=True)]
 
     def _prepared(self, call: Call, one: PlacedImage) -> Prepared:
         """An image prepared for the method, once for all questions and budgets on one encoder output."""
@@ -188,15 +208,15 @@ class BeforePruning(Pruning):
         """The language model's arguments for the kept tokens."""
         embeds, mask = kwargs["inputs_embeds"], kwargs.get("attention_mask")
         batch, length, _ = embeds.shape
-        kept, made = compact(valid, spans, pad_right=not valid[:, -1].all())
+        kept, made = compact(valid, spans, embeds.device, pad_right=not valid[:, -1].all())
         call.kept, self.run.kept_positions = kept, kept.origin
-        fresh = kept.valid.to(embeds.device)
+        fresh = upload(kept.valid, embeds.device)
 
         original = kwargs.get("position_ids")
         if original is None:
-            original = count_positions(torch.from_numpy(valid).to(embeds.device)) + call.past
+            original = count_positions(upload(valid, embeds.device)) + call.past
         original = original.expand(*original.shape[:-2], batch, length)
-        compacted = count_positions(fresh) + self._next_used(call, batch).to(embeds.device)[:, None]
+        compacted = count_positions(fresh) + self._next_used(call, batch, embeds.device)[:, None]
         positions = kept.gather(original, -1) if self.keep_positions else compacted
         if positions.ndim == 3 and len(positions) == 4:
             # The first of the four rows only tells packed sequences apart, so it must have no gaps.
@@ -207,12 +227,12 @@ class BeforePruning(Pruning):
         whole = self._past_mask(call, mask, fresh)
         call.next_state = CacheState(
             valid=whole,
-            padded=not bool(whole.all()),
+            padded=kept.ragged or self._past_padded(call, mask),
             next_original=(_last(original) if valid[:, -1].all() else _largest(original)) + 1,
             next_used=_largest(positions) + 1,
             from_prompt=self.asks_prompt,
-            text_from=call.past + end_of_images(kept, spans),
-            places=torch.cat([self._places(call, batch), self._next_place(call) + kept.indices], dim=1),
+            text_from=call.past + end_of_images(valid, spans, kept),
+            places=torch.cat([self._places(call, batch, embeds.device), self._next_place(call) + kept.indices], dim=1),
             next_place=self._next_place(call) + length,
         )
         shorter = kept.gather(embeds)
@@ -231,17 +251,17 @@ class BeforePruning(Pruning):
             **self.adapter.shorten(kwargs, kept),
         }
 
-    def _next_used(self, call: Call, batch: int) -> torch.Tensor:
+    def _next_used(self, call: Call, batch: int, device: torch.device) -> torch.Tensor:
         """The position that the first new token gets when positions are compacted, (B,)."""
         if call.state is not None:
-            return call.state.next_used + call.past - call.state.length
-        return torch.full((batch,), call.past, dtype=torch.long)
+            return (call.state.next_used + call.past - call.state.length).to(device)
+        return torch.full((batch,), call.past, dtype=torch.long, device=device)
 
-    def _places(self, call: Call, batch: int) -> torch.Tensor:
+    def _places(self, call: Call, batch: int, device: torch.device) -> torch.Tensor:
         """Indices in the unpruned sequence of the cache's columns, (B, past)."""
         if call.state is not None:
-            return call.state.placed(call.past, 0).cpu()
-        return torch.arange(call.past).expand(batch, -1)
+            return call.state.placed(call.past, 0).to(device)
+        return torch.arange(call.past, device=device).expand(batch, -1)
 
     def _next_place(self, call: Call) -> int:
         """The index in the unpruned sequence of the first new token."""
@@ -259,6 +279,13 @@ class BeforePruning(Pruning):
         if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] > call.past:
             past = mask[:, : call.past].bool().to(new.device)
         return torch.cat([past, new], dim=1)
+
+    def _past_padded(self, call: Call, mask: Any) -> bool:
+        """Whether any column of the cache is padding; waits for a device only where an unpruned cache has a mask."""
+        if call.state is not None:
+            return call.state.padded
+        told = call.past and isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] > call.past
+        return bool(told) and not bool(mask[:, : call.past].all())
 
     def _continue(self, call: Call, state: CacheState, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Arguments of a later step on a pruned cache."""

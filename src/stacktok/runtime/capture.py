@@ -73,7 +73,7 @@ class EncoderTap:
     note
         Told an output and its arguments by name.
     begin
-        Told the arguments before the function runs; None for nobody.
+        Given the arguments before the function runs; returns those to note.
     running
         Shared by the taps of one model: one encoder function may call another (videos are encoded as images), and only
         the outer call is what the model asked for.
@@ -84,7 +84,7 @@ class EncoderTap:
         function: Callable[..., Any],
         note: Callable[[Any, dict[str, Any]], None],
         running: threading.local,
-        begin: Callable[[dict[str, Any]], None] | None = None,
+        begin: Callable[[dict[str, Any]], dict[str, Any]],
     ) -> None:
         self._function, self._note, self._running, self._begin = function, note, running, begin
         self._signature = inspect.signature(function)
@@ -94,9 +94,7 @@ class EncoderTap:
         """Encode, and note the output with its arguments by name."""
         if getattr(self._running, "encoder", False):
             return self._function(*args, **kwargs)
-        arguments = dict(self._signature.bind(*args, **kwargs).arguments)
-        if self._begin is not None:
-            self._begin(arguments)
+        arguments = self._begin(dict(self._signature.bind(*args, **kwargs).arguments))
         self._running.encoder = True
         try:
             output = self._function(*args, **kwargs)
@@ -256,15 +254,16 @@ class Capture:
                 self._note(modality, output, arguments)
                 noted(modality, output)
 
-            def begin(arguments: dict[str, Any], modality: str = modality) -> None:
+            def begin(arguments: dict[str, Any], modality: str = modality) -> dict[str, Any]:
                 if self.pixels is not None:
                     # A call that failed may have left its decision.
                     self.pixels.take()
                     if not self.bypassed():
                         self.pixels.decide(modality, arguments)
+                return self.adapter.host_arguments(arguments, self.processor)
 
             name = f"get_{modality}_features"
-            undo.append(functools.partial(_put_back, base, name, vars(base).get(name)))
+            undo.append(functools.partial(put_back, base, name, vars(base).get(name)))
             vars(base)[name] = EncoderTap(getattr(base, name), uncompiled(note), running, uncompiled(begin))
         if self.tower is not None:
             self.tower.attach(undo)
@@ -306,23 +305,18 @@ class Capture:
         first = sum(image.n for image in captured.images[: placed.index])
         return int((~captured.part.kept[first : first + placed.image.n]).sum())
 
-    def place(self, outputs: Mapping[str, Any], input_ids: torch.Tensor | None, valid: Mask) -> Placement:
+    def place(self, outputs: Mapping[str, Any], ids: Ints, valid: Mask) -> Placement:
         """Find the images of a batch of prompts.
 
         Parameters
         ----------
         outputs
             Encoder outputs by modality.
-        input_ids
+        ids
             The prompts, (B, S).
         valid
             Tokens that are not padding, (B, S).
         """
-        if input_ids is None:
-            raise ValueError(
-                "images given with inputs_embeds cannot be found in the prompt; pass input_ids together with the images"
-            )
-        ids = input_ids.cpu().numpy()
         rows: list[list[PlacedImage]] = [[] for _ in ids]
         text, times, seconds = valid.copy(), 1, 0.0
         for modality, output in outputs.items():
@@ -353,7 +347,7 @@ class Capture:
         return Placement(rows, text, times, seconds)
 
 
-def _put_back(module: nn.Module, name: str, value: Any) -> None:
+def put_back(module: nn.Module, name: str, value: Any) -> None:
     """Restore an attribute of one object; None removes it, so that the class's own shows again."""
     if value is None:
         del vars(module)[name]

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from stacktok.core.inputs import Mask
-from stacktok.core.tokens import EncodedImage, Ints, Reduction
+from stacktok.core.tokens import DeviceReduction, EncodedImage, Ints, Reduction
+from stacktok.kernels.transfer import upload
 from stacktok.models.base import KeptTokens
 
 Made = tuple[int, int, torch.Tensor]
@@ -39,15 +40,17 @@ class Span:
     def unchanged(self) -> bool:
         """Whether the language model would get the very tokens that it gets without pruning."""
         kept = self.reduction
-        return (
-            not kept.embeddings
-            and len(kept) == self.image.length
-            and bool((np.diff(self.image.offsets_of(kept.anchors)) > 0).all())
-        )
+        if kept.embeddings or len(kept) != self.image.length:
+            return False
+        return isinstance(kept, DeviceReduction) or bool((np.diff(self.image.offsets_of(kept.anchors)) > 0).all())
 
 
-def compact(valid: Mask, spans: Sequence[Sequence[Span]], *, pad_right: bool = False) -> tuple[KeptTokens, list[Made]]:
+def compact(
+    valid: Mask, spans: Sequence[Sequence[Span]], device: torch.device, *, pad_right: bool = False
+) -> tuple[KeptTokens, list[Made]]:
     """Drop every token that no reduction keeps, and pad the rows to one length.
+
+    Lengths are known on the host. Where every image was decided on a device, which tokens they are stays there.
 
     Parameters
     ----------
@@ -55,6 +58,8 @@ def compact(valid: Mask, spans: Sequence[Sequence[Span]], *, pad_right: bool = F
         Tokens that are not padding, (B, S).
     spans
         The images of every row.
+    device
+        Where the kept tokens are gathered.
     pad_right
         Pad on the right; generation needs the left, the default.
 
@@ -63,29 +68,65 @@ def compact(valid: Mask, spans: Sequence[Sequence[Span]], *, pad_right: bool = F
     tuple
         The kept tokens, and the output tokens that were made of several.
     """
-    rows = [_compact_row(valid[row], spans[row]) for row in range(len(valid))]
-    length = max(len(indices) for indices, _, _ in rows)
+    visual = sum(len(span.reduction) for row in spans for span in row)
+    texts = [_text(*row) for row in zip(valid, spans, strict=True)]
+    sizes = [len(text) + sum(len(span.reduction) for span in row) for text, row in zip(texts, spans, strict=True)]
+    length = max(sizes)
+    kept = torch.zeros((len(valid), length), dtype=torch.bool)
+    for row, size in enumerate(sizes):
+        kept[row, slice(size) if pad_right else slice(length - size, None)] = True
+    if visual and all(isinstance(span.reduction, DeviceReduction) for row in spans for span in row):
+        return KeptTokens(_device_indices(texts, spans, kept, valid.shape[1], device), kept, visual=visual), []
+    rows = [_compact_row(*row) for row in zip(texts, spans, strict=True)]
     indices = torch.zeros((len(rows), length), dtype=torch.long)
-    kept = torch.zeros((len(rows), length), dtype=torch.bool)
     made: list[Made] = []
     merged: list[tuple[int, int, torch.Tensor]] = []
     for row, (source, own, sources) in enumerate(rows):
         start = 0 if pad_right else length - len(source)
         indices[row, start : start + len(source)] = torch.from_numpy(source)
-        kept[row, start : start + len(source)] = True
         made.extend((row, start + token, embedding) for token, embedding in own)
         merged.extend((row, start + token, torch.from_numpy(of)) for token, of in sources)
-    return KeptTokens(indices, kept, merged), made
+    return KeptTokens(upload(indices, device), kept, merged, visual), made
 
 
-def _compact_row(
-    valid: Mask, spans: Sequence[Span]
-) -> tuple[Ints, list[tuple[int, torch.Tensor]], list[tuple[int, Ints]]]:
-    """The kept tokens of a row, the embeddings of those that were made, and the tokens that those were made of."""
+def _text(valid: Mask, spans: Sequence[Span]) -> Ints:
+    """Tokens of a row that are neither padding nor an image's, ascending."""
     text = valid.copy()
     for span in spans:
         text[span.indices] = False
-    sources = [np.flatnonzero(text)]
+    found: Ints = np.flatnonzero(text)
+    return found
+
+
+def _device_indices(
+    texts: Sequence[Ints], spans: Sequence[Sequence[Span]], kept: torch.Tensor, length: int, device: torch.device
+) -> torch.Tensor:
+    """Index in the unpruned sequence of every kept token, (B, L), from reductions that are on a device.
+
+    Image tokens are dropped where they stand, so that a row's tokens in ascending order are its compacted sequence: one
+    sort of all rows, whatever text stands between the tokens of an image.
+    """
+    places = [row * length + span.indices for row, own in enumerate(spans) for span in own]
+    images = upload(np.concatenate(places), device)
+    starts = np.cumsum([0, *map(len, places)]).tolist()
+    reductions = [span.reduction for own in spans for span in own]
+    chosen = [
+        images[start:end][reduction.offsets.to(device)]
+        for reduction, start, end in zip(reductions, starts, starts[1:], strict=False)
+        if isinstance(reduction, DeviceReduction)
+    ]
+    text = upload(np.concatenate([row * length + own for row, own in enumerate(texts)]), device)
+    ordered = torch.cat([text, *chosen]).sort().values % length
+    indices = torch.zeros(kept.numel(), dtype=torch.long, device=device)
+    slots = upload(np.flatnonzero(kept.numpy()), device)
+    return indices.scatter_(0, slots, ordered).reshape(kept.shape)
+
+
+def _compact_row(
+    text: Ints, spans: Sequence[Span]
+) -> tuple[Ints, list[tuple[int, torch.Tensor]], list[tuple[int, Ints]]]:
+    """The kept tokens of a row, the embeddings of those that were made, and the tokens that those were made of."""
+    sources = [text]
     # Image tokens are dropped where they stand, unless a method reorders them: an image whose output keeps the
     # order of its tokens may have text between them (frames, rows).
     order_by = [sources[0]]
@@ -115,13 +156,13 @@ def _compact_row(
     )
 
 
-def end_of_images(kept: KeptTokens, spans: Sequence[Sequence[Span]]) -> int:
+def end_of_images(valid: Mask, spans: Sequence[Sequence[Span]], kept: KeptTokens) -> int:
     """First token of the compacted batch that follows every image."""
     ends = [0]
-    for origin, row in zip(kept.origin.numpy(), spans, strict=True):
+    for own, row, left in zip(valid, spans, kept.valid.numpy(), strict=True):
         if row:
-            image = np.flatnonzero(np.isin(origin, np.concatenate([span.indices for span in row])))
-            ends.append(int(image[-1]) + 1 if len(image) else 0)
+            last = max(int(span.indices[-1]) for span in row)
+            ends.append(int(np.flatnonzero(left)[-1]) + 1 - int(own[last + 1 :].sum()))
     return max(ends)
 
 

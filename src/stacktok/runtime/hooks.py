@@ -8,6 +8,7 @@ nothing outside the language model is shortened.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 from abc import ABC, abstractmethod
@@ -18,10 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from stacktok.core.tokens import Ints
+from stacktok.kernels.transfer import upload
 from stacktok.models.base import KeptTokens, ModelAdapter
 from stacktok.runtime.cache import CacheState
-from stacktok.runtime.capture import Capture
+from stacktok.runtime.capture import Capture, put_back
 from stacktok.runtime.pixels import PixelTap
+from stacktok.runtime.prompt import GenerateTap, HostPrompt, has_images
 from stacktok.runtime.question import QuestionReader
 from stacktok.runtime.run import PROMPT, Pruned
 from stacktok.runtime.tower import TowerTap
@@ -35,6 +39,8 @@ class Call:
     ----------
     input_ids
         The tokens, (B, S); None where only embeddings are known.
+    prompt
+        The same in host memory; None where that has not been read.
     outputs
         Encoder outputs by modality.
     past
@@ -53,6 +59,7 @@ class Call:
 
     input_ids: torch.Tensor | None
     outputs: dict[str, Any]
+    prompt: HostPrompt | None = None
     past: int = 0
     state: CacheState | None = None
     next_state: CacheState | None = None
@@ -60,6 +67,17 @@ class Call:
     gapped: bool = False
     plan: Any = None
     layers: Any = None
+
+    @property
+    def ids(self) -> Ints:
+        """The tokens in host memory, (B, S); waits for a device where they were not read before the tower ran."""
+        if self.input_ids is None:
+            raise ValueError(
+                "images given with inputs_embeds cannot be found in the prompt; pass input_ids together with the images"
+            )
+        if self.prompt is None:
+            self.prompt = HostPrompt(self.input_ids.cpu().numpy(), None)
+        return self.prompt.ids
 
 
 class Pruning(ABC):
@@ -111,6 +129,9 @@ class Pruning(ABC):
         """Set every hook; ``undo`` receives the functions that remove them."""
         base, language_model = self.adapter.base(self.model), self.adapter.language_model(self.model)
         self.capture.attach(undo, self._encoded)
+        if hasattr(self.model, "generate"):
+            undo.append(functools.partial(put_back, self.model, "generate", vars(self.model).get("generate")))
+            vars(self.model)["generate"] = GenerateTap(self.model.generate, self._note_prompt)
         self.before_module(undo, self.model, self._take_labels)
         self.after_module(undo, self.model, self._add_loss)
         self.before_module(undo, base, self._begin)
@@ -161,6 +182,19 @@ class Pruning(ABC):
                 "or set pruned.query (a text, embeddings or None) before the first question"
             )
 
+    def _note_prompt(self, prompt: HostPrompt | None) -> None:
+        self._local.prompt = prompt
+
+    def _prompt(self, call: Call, kwargs: dict[str, Any]) -> HostPrompt | None:
+        """The call's prompts in host memory, where they are known or can be read before the vision tower runs."""
+        ids, mask = call.input_ids, kwargs.get("attention_mask")
+        noted: HostPrompt | None = getattr(self._local, "prompt", None)
+        if ids is None or not has_images(kwargs):
+            return None
+        if noted is not None and ids.shape[1] == noted.ids.shape[1] and len(ids) % len(noted.ids) == 0:
+            return noted.repeated(len(ids), mask)
+        return None if call.outputs else HostPrompt.read(ids, mask)
+
     def _encoded(self, modality: str, output: Any) -> None:
         if self.call is not None:
             self.call.outputs[modality] = output
@@ -170,6 +204,7 @@ class Pruning(ABC):
         given = kwargs.get("mm_encoder_outputs") or {}
         outputs = {m: given[m] for m in self.adapter.modalities if given.get(m) is not None}
         self._local.call = call = Call(kwargs.get("input_ids"), outputs)
+        call.prompt = None if self.run.budget is None else self._prompt(call, kwargs)
         changed = self.begin(call, kwargs)
         return None if changed is None else ((), changed)
 
@@ -201,7 +236,7 @@ class Pruning(ABC):
         if labels is None:
             return None
         if call is not None and call.kept is not None:
-            kept = call.kept.valid.to(labels.device)
+            kept = upload(call.kept.valid, labels.device)
             # The first token of a row is predicted from padding, which says nothing.
             told = kept & kept.roll(1, dims=1)
             labels = call.kept.gather(labels).masked_fill(~told, -100)

@@ -276,7 +276,7 @@ class InsidePruning(Pruning):
         padding = padding_of(mask, length, call.past)
         valid: Mask = np.array(np.broadcast_to(True if padding is None else padding, (batch, length)))
         prompt = valid if call.kept is None or call.input_ids is None else _prompt_mask(call.kept, call.input_ids)
-        placement = self.capture.place(call.outputs, call.input_ids, prompt)
+        placement = self.capture.place(call.outputs, call.ids, prompt)
         visuals = []
         for row, placed in enumerate(placement.rows):
             # Where each token of the prompt stands in what enters, -1 for those that are gone.

@@ -78,7 +78,7 @@ class ReadyMasks:
         """
         found: dict[str, torch.Tensor | None] = {}
         for kind, mask in masks.items():
-            if mask is None and not columns.past and bool(columns.valid.all()):
+            if mask is None and not columns.past and not kept.ragged:
                 found[kind] = None
                 continue
             among = (
@@ -119,8 +119,7 @@ class ReadyMasks:
         allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
         allowed = allowed[:, 0, :, past - offset : past - offset + length].expand(batch, -1, -1)
         rows = kept.gather(allowed)
-        index = kept.indices.to(rows.device)[:, None, :].expand(-1, rows.shape[1], -1)
-        return rows.gather(-1, index)
+        return kept.gather(rows.transpose(1, 2)).transpose(1, 2)
 
     def _made(self, kind: str, among: torch.Tensor, columns: Columns, cache: Any, embeds: torch.Tensor) -> torch.Tensor:
         """A mask in the backend's form, (B, 1, q, keys).

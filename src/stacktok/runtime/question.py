@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from stacktok.kernels.transfer import upload
 from stacktok.models.base import ModelAdapter
 from stacktok.models.query import word_ids
 from stacktok.models.reader import PromptReader
@@ -91,5 +92,5 @@ class QuestionReader(PromptReader):
         ids = self.prompt_rows(prompt, words, known) if self.rows == "prompt" and prompt is not None else []
         # A query of one's own need not stand in the prompt.
         ids = ids or word_ids(self.tokenizer, words, keep_blanks=self.keep_blanks)
-        embeddings = self.model.get_input_embeddings()(torch.tensor(ids, dtype=torch.long, device=device))
+        embeddings = self.model.get_input_embeddings()(upload(ids, device, torch.long))
         return Question(embeddings.detach(), " ".join(words), tuple(ids))

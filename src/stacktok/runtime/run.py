@@ -100,7 +100,7 @@ class ImageResult:
         )
 
 
-_STATE = ("last", "kept_positions", "seconds", "layer_seconds", "_budget", "_query")
+_STATE = ("last", "_kept_positions", "seconds", "layer_seconds", "_budget", "_query")
 
 
 class Pruned:
@@ -109,20 +109,18 @@ class Pruned:
     Attributes
     ----------
     last
-        One `ImageResult` per image of the last pruned prompt or batch, in order.
-    kept_positions
-        For every column that the language model was given, the column of the unpruned prompt that it stands for,
-        (B, L), -1 in padding: logits of a plain ``forward`` have these columns. None where the last prompt had no image
-        or no budget.
+        One `ImageResult` per image of the last pruned prompt or batch, in order. Where a GPU selected, looking at a
+        record or at which tokens were kept reads the device; counts are known without.
     seconds
-        Time spent on the last pruned prompt or batch beyond the model's own: query, selection and compaction.
+        Time of the host spent on the last pruned prompt or batch beyond the model's own: query, selection and
+        compaction. What a GPU does meanwhile is not in it; where the host selects, its wait for the encoder is.
     layer_seconds
         The part of it that was spent between the layers of the language model, by a method that works there.
     """
 
     def __init__(self, budget: Budget | None) -> None:
         self.last: tuple[ImageResult, ...] = ()
-        self.kept_positions: torch.Tensor | None = None
+        self._kept_positions: torch.Tensor | None = None
         self.seconds = self.layer_seconds = 0.0
         self._budget = budget
         self._query: Query = PROMPT
@@ -132,6 +130,19 @@ class Pruned:
         if not hasattr(type(self), name) and name not in _STATE:
             raise AttributeError(f"pruned has no attribute {name!r} to set; give 'budget' or 'query'")
         super().__setattr__(name, value)
+
+    @property
+    def kept_positions(self) -> torch.Tensor | None:
+        """For every column that the language model was given, the column of the unpruned prompt that it stands for.
+
+        (B, L), -1 in padding: logits of a plain ``forward`` have these columns. None where the last prompt had no image
+        or no budget. Looking at it waits for a device.
+        """
+        return None if self._kept_positions is None else self._kept_positions.cpu()
+
+    @kept_positions.setter
+    def kept_positions(self, positions: torch.Tensor | None) -> None:
+        self._kept_positions = positions
 
     @property
     def budget(self) -> Budget | None:

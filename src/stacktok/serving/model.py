@@ -18,6 +18,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 from stacktok.core.attention import TowerSignal
 from stacktok.core.tokens import EncodedImage, ImageLayout
+from stacktok.kernels.transfer import upload
 from stacktok.models.base import EncoderCall, Features, TowerReading
 from stacktok.models.registry import adapter_for
 from stacktok.serving.fields import ImageRequest, modality_of, unpack, without_fields
@@ -221,7 +222,7 @@ class PrunedModel(Base):
             getattr(self, "image_newline", None),
         )
         return [
-            one if ask.text is None else with_text(one, ask.text, embed_ids(ask.text[0].to(device)))
+            one if ask.text is None else with_text(one, ask.text, embed_ids(upload(ask.text[0], device)))
             for one, ask in zip(kept, asked, strict=True)
         ]
 

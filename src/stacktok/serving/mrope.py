@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from stacktok.core.tokens import Ints
+from stacktok.kernels.transfer import upload
 from stacktok.models.base import EncoderCall
 from stacktok.serving.fields import field, modality_of
 from stacktok.serving.model import AttentionReader, PrunedModel
@@ -85,7 +86,8 @@ class MropeModel(PrunedModel):
         names = [name for name in own if name in kwargs]
         for index, one in enumerate(kept):
             places = self.places(modality, {name: kwargs[name][index] for name in names})
-            found.append(torch.cat([one.rows, digits(places[:, one.offsets.cpu().numpy()]).to(one.rows)], dim=-1))
+            written = upload(digits(places), one.rows.device)[one.offsets.to(one.rows.device)]
+            found.append(torch.cat([one.rows, written.to(one.rows)], dim=-1))
         return tuple(found)
 
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: Any) -> tuple[torch.Tensor, int]:
@@ -109,8 +111,10 @@ class MropeModel(PrunedModel):
         self._offsets.zero_()
         if multimodal_embeddings is None or len(multimodal_embeddings) == 0 or is_multimodal is None:
             return super().embed_input_ids(input_ids)
-        columns = is_multimodal.nonzero()[:, 0].to(self._offsets.device)
-        self._offsets[:, columns] = numbers(torch.cat([rows[:, -DIGITS:] for rows in multimodal_embeddings]))
+        mask, found = is_multimodal, numbers(torch.cat([rows[:, -DIGITS:] for rows in multimodal_embeddings]))
+        mask = upload(mask, found.device) if mask.device.type == "cpu" else mask
+        # Filled in order without a search for the columns, which would have to be waited for.
+        self._offsets[:, : len(mask)].masked_scatter_(mask.expand(3, -1), found)
         return super().embed_input_ids(
             input_ids,
             multimodal_embeddings=[rows[:, :-DIGITS] for rows in multimodal_embeddings],

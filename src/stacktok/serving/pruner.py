@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from stacktok.core.tokens import EncodedImage, single_crop
-from stacktok.methods.base import Prepared
+from stacktok.core.tokens import EncodedImage, Reduction, single_crop
+from stacktok.kernels.transfer import upload
+from stacktok.methods.base import Asked, Prepared
 from stacktok.methods.video_method import VideoMethod
 from stacktok.serving.cache import FeatureCache
 from stacktok.serving.counters import Counters
@@ -33,7 +34,7 @@ class Kept(NamedTuple):
     rows
         Embeddings, (k, d), each followed by its further features where there are any.
     offsets
-        Index of each row among the unpruned image's tokens, (k,); -1 - i for text i between them.
+        Index of each row among the unpruned image's tokens, (k,), on its device; -1 - i for text i between them.
     """
 
     rows: torch.Tensor
@@ -136,10 +137,10 @@ class Pruner:
         self._wait_until_compiled()
         records = {one.request: RequestRecord() for one in asked}
         images = self._encoded(asked, encode, device, records)
-        prepared: dict[bytes, Prepared] = {}
+        reductions = self._reduce(asked, images, embed_ids, device)
         kept = [
-            self._reduce(one, images[one.key], prepared, embed_ids, device, newline, records[one.request])
-            for one in asked
+            self._kept(one, images[one.key], reduction, newline, records[one.request])
+            for one, reduction in zip(asked, reductions, strict=True)
         ]
         if self.log:
             for number, record in records.items():
@@ -190,31 +191,50 @@ class Pruner:
 
     def _reduce(
         self,
-        one: ImageRequest,
-        image: EncodedImage,
-        prepared: dict[bytes, Prepared],
+        asked: Sequence[ImageRequest],
+        images: dict[bytes, EncodedImage],
         embed_ids: Callable[[torch.Tensor], torch.Tensor],
         device: torch.device,
+    ) -> list[Reduction | None]:
+        """The method's answers for all images of a batch, decided together; None for those that are kept whole."""
+        prepared: dict[bytes, Prepared] = {}
+        pruned = [one for one in asked if one.keep >= 0]
+        questions, preparing = [], []
+        for one in pruned:
+            begin = time.perf_counter()
+            query = embed_ids(upload(one.query, device)) if len(one.query) else None
+            questions.append(Asked(self._prepared(one.key, images[one.key], prepared), query, one.keep))
+            preparing.append(time.perf_counter() - begin)
+        found = iter(zip(pruned, self.method.reduce_batch(questions), preparing, strict=True))
+        reductions: list[Reduction | None] = [None] * len(asked)
+        for number, own in enumerate(asked):
+            if own.keep >= 0:
+                one, reduction, seconds = next(found)
+                reductions[number] = reduction.timed(reduction.seconds + seconds)
+                if len(reduction) != one.keep:
+                    raise ValueError(
+                        f"{type(self.method).__name__} kept {len(reduction)} tokens where {one.keep} were reserved; "
+                        "a served method must keep exactly its budget"
+                    )
+        return reductions
+
+    def _kept(
+        self,
+        one: ImageRequest,
+        image: EncodedImage,
+        reduction: Reduction | None,
         newline: torch.Tensor | None,
         record: RequestRecord,
     ) -> Kept:
+        """The rows that vLLM gets for an image."""
         rows, offsets = _whole(image, newline)
-        if one.keep >= 0:
-            begin = time.perf_counter()
-            query = embed_ids(one.query.to(device)) if len(one.query) else None
-            reduction = self._prepared(one.key, image, prepared).reduce(query, one.keep)
-            if len(reduction) != one.keep:
-                raise ValueError(
-                    f"{type(self.method).__name__} kept {len(reduction)} tokens where {one.keep} were reserved; "
-                    "a served method must keep exactly its budget"
-                )
+        if reduction is not None:
             further, width = image.gather_further(reduction), image.crops[0].projected.shape[-1]
             rows, offsets = image.gather(rows[:, :width], reduction), image.kept_offsets(reduction, rows.device)
             rows = rows if further is None else torch.cat([rows, further], dim=-1)
-            seconds = time.perf_counter() - begin
-            record.selection_ms += 1e3 * seconds
-            self.counters.selection_seconds += seconds
-            self.counters.image_selection_seconds.observe(seconds)
+            record.selection_ms += 1e3 * reduction.seconds
+            self.counters.selection_seconds += reduction.seconds
+            self.counters.image_selection_seconds.observe(reduction.seconds)
             self.counters.image_kept_share.observe(len(rows) / image.length)
         for totals in (self.counters, record):
             totals.images += 1
@@ -226,7 +246,7 @@ class Pruner:
 def _whole(image: EncodedImage, newline: torch.Tensor | None) -> Kept:
     rows = image_rows(image, newline)
     rows = rows if image.further is None else torch.cat([rows, image.further], dim=-1)
-    return Kept(rows, torch.arange(image.length))
+    return Kept(rows, torch.arange(image.length, device=rows.device))
 
 
 def image_rows(image: EncodedImage, newline: torch.Tensor | None) -> torch.Tensor:
@@ -238,12 +258,12 @@ def image_rows(image: EncodedImage, newline: torch.Tensor | None) -> torch.Tenso
     for crop in image.crops:
         # Found on the host: a mask on the device would have to be waited for.
         fed = np.flatnonzero(crop.layout.offsets >= 0)
-        places, tokens = (torch.from_numpy(own).to(rows.device) for own in (crop.layout.offsets[fed], fed))
+        places, tokens = (upload(own, rows.device) for own in (crop.layout.offsets[fed], fed))
         rows[places] = crop.projected[tokens]
     if len(image.layout.separators):
         if newline is None:
             raise ValueError("the image's layout has separators, but no embedding was given for them")
-        rows[torch.from_numpy(image.layout.separators).to(rows.device)] = newline.to(rows)
+        rows[upload(image.layout.separators, rows.device)] = newline.to(rows)
     return rows
 
 

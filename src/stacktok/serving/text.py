@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from stacktok.core.tokens import CropLayout, ImageLayout, Ints
+from stacktok.core.tokens import CropLayout, ImageLayout
+from stacktok.kernels.transfer import upload
 from stacktok.serving.pruner import Kept
 
 
@@ -28,8 +29,8 @@ def bare(layout: ImageLayout) -> ImageLayout:
     return ImageLayout(crops, layout.length - len(layout.separators))
 
 
-def text_order(offsets: Ints, before: Ints) -> Ints:
-    """Indices that put kept tokens and the texts between them in the order of the prompt.
+def text_order(offsets: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """Indices that put kept tokens and the texts between them in the order of the prompt, where the tokens are.
 
     Parameters
     ----------
@@ -40,13 +41,11 @@ def text_order(offsets: Ints, before: Ints) -> Ints:
 
     Returns
     -------
-    Ints
+    torch.Tensor
         Indices into kept tokens followed by texts, (k + s,).
     """
     # A text that b tokens stand before comes behind token b - 1.
-    keys = np.concatenate([offsets, before - 0.5])
-    order: Ints = np.argsort(keys, kind="stable")
-    return order
+    return torch.cat([2 * offsets, 2 * before - 1]).sort(stable=True).indices
 
 
 def with_text(kept: Kept, text: torch.Tensor, embeddings: torch.Tensor) -> Kept:
@@ -57,16 +56,14 @@ def with_text(kept: Kept, text: torch.Tensor, embeddings: torch.Tensor) -> Kept:
     kept
         The image's tokens.
     text
-        Ids, and how many of the unpruned image's tokens stand before each, (2, s).
+        Ids, and how many of the unpruned image's tokens stand before each, (2, s); in host memory.
     embeddings
         Of the texts, (s, d).
     """
-    before = text[1].cpu().numpy()
-    kept_offsets = kept.offsets.cpu().numpy()
-    order = text_order(kept_offsets, before)
+    before = upload(text[1], kept.offsets.device)
+    order = text_order(kept.offsets, before)
     rows = kept.rows.new_zeros((len(before), kept.rows.shape[-1]))
     rows[:, : embeddings.shape[-1]] = embeddings.to(rows)
     # A text is told from a token by a number below zero, from which its own can be had.
-    offsets = np.concatenate([kept_offsets, -1 - np.arange(len(before), dtype=np.int64)])
-    rows = torch.cat([kept.rows, rows])[torch.from_numpy(order).to(rows.device)]
-    return Kept(rows, torch.from_numpy(offsets[order]))
+    offsets = torch.cat([kept.offsets, -1 - torch.arange(len(before), device=before.device)])
+    return Kept(torch.cat([kept.rows, rows])[order], offsets[order])

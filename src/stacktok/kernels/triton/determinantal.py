@@ -15,8 +15,14 @@ so that float64 rounds as on the host.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
+
+from stacktok.kernels.transfer import upload
+from stacktok.kernels.triton.launch import BLOCK, OPTIONS, check_device
 
 DETERMINANTAL_FIELDS = tl.constexpr(8)
 """Integers per set, in the order in which the kernel loads them."""
@@ -71,3 +77,48 @@ def determinantal(sets, factors, is_open, rows, order, ZERO: tl.constexpr, BLOCK
                 tl.store(rows + step * n + j, new, mask=j < n)
                 tl.store(factors + j, tl.load(factors + j, mask=j < n, other=0.0) - new * new, mask=j < n)
         tl.debug_barrier()
+
+
+def pick_determinantal(
+    similarities: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    candidates: Sequence[torch.Tensor],
+    sizes: Sequence[int],
+    zero: float,
+) -> list[torch.Tensor]:
+    """Greedy orders of several determinantal point processes in one launch.
+
+    Parameters
+    ----------
+    similarities
+        (n, n), float32.
+    weights
+        Factors of rows and columns, (n,), float64.
+    candidates, sizes
+        As in `pick_max_min`.
+    zero
+        Share of a token's own entry below which its factor is 0.
+    """
+    device = similarities[0].device
+    check_device(device)
+    matrices, factors = [one.contiguous() for one in similarities], [one.contiguous() for one in weights]
+    masks = [mask.to(torch.int8) for mask in candidates]
+    table, begin, rows, first = [], 0, 0, 0
+    for matrix, weight, mask, k in zip(matrices, factors, masks, sizes, strict=True):
+        n = len(matrix)
+        table.append([matrix.data_ptr(), weight.data_ptr(), mask.data_ptr(), n, k, begin, rows, first])
+        begin += n
+        rows += k * n
+        first += k
+    order = torch.empty(first, dtype=torch.int64, device=device)
+    determinantal[(len(matrices),)](
+        upload(table, device, torch.int64),
+        torch.empty(begin, dtype=torch.float64, device=device),
+        torch.empty(begin, dtype=torch.int8, device=device),
+        torch.zeros(rows, dtype=torch.float64, device=device),
+        order,
+        ZERO=zero,
+        BLOCK=BLOCK,
+        **OPTIONS,
+    )
+    return list(order.split(list(sizes)))

@@ -21,10 +21,16 @@ Invariants, before every step:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
-from stacktok.kernels.triton.launch import best
+from stacktok.kernels import Problem, Steps
+from stacktok.kernels.transfer import upload
+from stacktok.kernels.triton.launch import BLOCK, ENTRIES, OPTIONS, ROWS, best, check_device, entry_type
 
 FIELDS = tl.constexpr(15)
 """Integers per unit, in the order in which the kernel loads them."""
@@ -208,3 +214,87 @@ def facility_location(
         tl.store(relevance + t + 1, relevant)
         tl.store(coverage + t + 1, covered)
         tl.debug_barrier()
+
+
+class State(NamedTuple):
+    """Query-independent state of an image or crop, on its device.
+
+    Attributes
+    ----------
+    matrix
+        A^vv, (n, n).
+    sums
+        Its column sums, (n,), float64.
+    eligible
+        Positions that may be kept, (n,), int8.
+    """
+
+    matrix: torch.Tensor
+    sums: torch.Tensor
+    eligible: torch.Tensor
+
+
+def precompute(vision_affinity: torch.Tensor, eligible: torch.Tensor) -> State:
+    """Query-independent state from A^vv, (n, n), and the positions that may be kept, (n,), bool."""
+    check_device(vision_affinity.device)
+    sums = vision_affinity.sum(0, dtype=torch.float64)
+    return State(vision_affinity.contiguous(), sums, eligible.to(torch.int8))
+
+
+def greedy(problems: Sequence[Problem]) -> list[Steps]:
+    """Run several greedy selections in one launch; the fields of the results are views of tensors on the device.
+
+    Parameters
+    ----------
+    problems
+        As in `stacktok.kernels.cpu.greedy`, with tensors of one device in place of arrays.
+    """
+    device = problems[0].state.matrix.device
+    kind = entry_type([matrix for problem in problems for matrix in (problem.state.matrix, problem.query_affinity)])
+    ones = torch.ones(max(len(problem.state.sums) for problem in problems), dtype=torch.float64, device=device)
+    # Converted arrays live until the launch is queued; the allocator keeps their memory in order on the stream.
+    held: list[torch.Tensor] = [ones]
+    table, sizes = [], []
+    state = lists = steps = curves = 0
+    for problem in problems:
+        n, m, k = len(problem.state.sums), len(problem.query_affinity), len(problem.targets)
+        # A depth that no set reaches is an unlimited one.
+        depth = 0 if problem.depth is None or problem.depth > k else int(problem.depth)
+        weights = ones if problem.weights is None else problem.weights
+        arrays = [
+            problem.state.matrix.to(kind),
+            problem.query_affinity.to(kind).contiguous(),
+            problem.state.sums,
+            problem.state.eligible,
+            problem.targets.contiguous(),
+            weights.contiguous(),
+        ]
+        held += arrays
+        addresses = [array.data_ptr() for array in arrays]
+        table.append([*addresses, n, m, k, int(problem.rule), depth, state, lists, steps, curves])
+        sizes.append(k)
+        state += 4 * n + (max(1, depth) + 1) * m
+        lists += n + m
+        steps += k
+        curves += k + 1
+    order, criterion = torch.empty((2, steps), dtype=torch.int64, device=device)
+    bound = torch.empty(steps, dtype=torch.bool, device=device)
+    relevance, coverage = torch.empty((2, curves), dtype=torch.float64, device=device)
+    facility_location[(len(problems),)](
+        upload(table, device, torch.int64),
+        upload([problem.alpha for problem in problems], device, torch.float64),
+        torch.zeros(state, dtype=torch.float64, device=device),
+        torch.empty(lists, dtype=torch.int32, device=device),
+        order,
+        criterion,
+        bound.view(torch.int8),
+        relevance,
+        coverage,
+        BLOCK=BLOCK,
+        ROWS=ROWS,
+        ENTRY=ENTRIES[kind],
+        **OPTIONS,
+    )
+    parts = [array.split(sizes) for array in (order, criterion, bound)]
+    parts += [array.split([k + 1 for k in sizes]) for array in (relevance, coverage)]
+    return [Steps(*own) for own in zip(*parts, strict=True)]

@@ -27,6 +27,9 @@ ROWS = 4
 OPTIONS: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
 """Compiler options. A fused multiply-add would round once where the other backends round twice."""
 
+ENTRIES = {torch.float32: tl.float32, torch.float64: tl.float64}
+"""Types of a matrix's entries."""
+
 
 def check_device(device: torch.device) -> None:
     """Refuse tensors that Triton cannot reach."""
@@ -37,10 +40,9 @@ def check_device(device: torch.device) -> None:
         )
 
 
-def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Numbers of the host on the device; a GPU fetches them by itself, in the order of its stream."""
-    table = torch.tensor(values, dtype=dtype)
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
+def entry_type(matrices: Sequence[torch.Tensor]) -> torch.dtype:
+    """The one type of entries that a launch reads."""
+    return torch.float64 if any(matrix.dtype == torch.float64 for matrix in matrices) else torch.float32
 
 
 @triton.jit

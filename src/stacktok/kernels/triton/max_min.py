@@ -10,8 +10,14 @@ backend returns the same picks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
+
+from stacktok.kernels.transfer import upload
+from stacktok.kernels.triton.launch import BLOCK, OPTIONS, check_device
 
 MAX_MIN_FIELDS = tl.constexpr(6)
 """Integers per set, in the order in which the kernel loads them."""
@@ -57,3 +63,38 @@ def max_min(sets, nearest, is_open, order, BLOCK: tl.constexpr):
             old = tl.load(nearest + i, mask=i < n, other=0.0)
             tl.store(nearest + i, tl.where((step == 0) | (d < old), d, old), mask=i < n)
         tl.debug_barrier()
+
+
+def pick_max_min(
+    distances: Sequence[torch.Tensor], candidates: Sequence[torch.Tensor], sizes: Sequence[int]
+) -> list[torch.Tensor]:
+    """Greedy max-min orders of several sets in one launch; see `stacktok.kernels.diversity.max_min`.
+
+    Parameters
+    ----------
+    distances
+        Pairwise distances, (n, n), float32, the same both ways.
+    candidates
+        Which tokens may be picked, (n,), bool.
+    sizes
+        Number of picks, at most the number of candidates.
+    """
+    device = distances[0].device
+    check_device(device)
+    matrices = [matrix.contiguous() for matrix in distances]
+    masks = [mask.to(torch.int8) for mask in candidates]
+    table, begin, first = [], 0, 0
+    for matrix, mask, k in zip(matrices, masks, sizes, strict=True):
+        table.append([matrix.data_ptr(), mask.data_ptr(), len(matrix), k, begin, first])
+        begin += len(matrix)
+        first += k
+    order = torch.empty(first, dtype=torch.int64, device=device)
+    max_min[(len(matrices),)](
+        upload(table, device, torch.int64),
+        torch.empty(begin, dtype=torch.float32, device=device),
+        torch.empty(begin, dtype=torch.int8, device=device),
+        order,
+        BLOCK=BLOCK,
+        **OPTIONS,
+    )
+    return list(order.split(list(sizes)))

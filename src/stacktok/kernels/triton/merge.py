@@ -9,8 +9,15 @@ nominee, minus infinity once the crop is exhausted. Ties go to the lowest crop.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+
+from stacktok.kernels import Steps
+from stacktok.kernels.transfer import upload
 
 MERGE_FIELDS = tl.constexpr(4)
 """Integers per image: its first crop, the number of crops, the budget, and where its winners begin."""
@@ -48,3 +55,42 @@ def merge(images, crops, winners, sizes, CROPS: tl.constexpr):
         tl.store(winners + step, winner.to(tl.int64))
         taken += (c == winner).to(tl.int64)
     tl.store(sizes + first + c, taken, mask=inside)
+
+
+class Runs(NamedTuple):
+    """The runs of the crops of one image.
+
+    Attributes
+    ----------
+    steps
+        One per crop, each as far as the crop may get.
+    rows
+        Query rows m and tokens n of every crop.
+    budget
+        Tokens to share, at most the number of all steps.
+    """
+
+    steps: Sequence[Steps]
+    rows: Sequence[tuple[int, int]]
+    budget: int
+
+
+def allocate(images: Sequence[Runs]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Algorithm 2 for every image in one launch: the winner of each step, (budget,), and the crops' sizes, (L,)."""
+    device = images[0].steps[0].coverage.device
+    table, crops, first, begin = [], [], 0, 0
+    for image in images:
+        table.append([first, len(image.steps), image.budget, begin])
+        for steps, (m, n) in zip(image.steps, image.rows, strict=True):
+            crops.append([steps.relevance.data_ptr(), steps.coverage.data_ptr(), m, n, len(steps.order)])
+        first += len(image.steps)
+        begin += image.budget
+    winners = torch.empty(begin, dtype=torch.int64, device=device)
+    sizes = torch.empty(first, dtype=torch.int64, device=device)
+    block = 1 << max(len(image.steps) for image in images).bit_length()
+    merge[(len(images),)](
+        upload(table, device, torch.int64), upload(crops, device, torch.int64), winners, sizes, CROPS=block,
+        num_warps=1, enable_fp_fusion=False,
+    )  # fmt: skip
+    budgets, counts = [image.budget for image in images], [len(image.steps) for image in images]
+    return list(zip(winners.split(budgets), sizes.split(counts), strict=True))

@@ -16,8 +16,16 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+
+from stacktok.kernels.transfer import upload
+from stacktok.kernels.triton.facility_location import State
+from stacktok.kernels.triton.launch import BLOCK, ENTRIES, OPTIONS, ROWS, entry_type
 
 SWAP_FIELDS = tl.constexpr(15)
 """Integers per unit, in the order in which the kernel loads them."""
@@ -160,3 +168,107 @@ def swaps(
     tl.store(counts + unit, found)
     tl.store(finals + 2 * unit, relevant)
     tl.store(finals + 2 * unit + 1, covered)
+
+
+class Retained(NamedTuple):
+    """A set that is to be refined by swaps, or only to be marked.
+
+    Attributes
+    ----------
+    state, query_affinity
+        As in `Problem`.
+    order
+        Picks of the unit's run, (k,).
+    size
+        How many of them are retained, (1,), int64: a tensor, since a merge of crops decides it on the device.
+    targets
+        n theta_t for t = 0..k, (k + 1,).
+    depth
+        As in `Problem`.
+    capacity
+        Positions that may be kept.
+    """
+
+    state: State
+    query_affinity: torch.Tensor
+    order: torch.Tensor
+    size: torch.Tensor
+    targets: torch.Tensor
+    depth: int | None
+    capacity: int
+
+
+class Refined(NamedTuple):
+    """A retained set after its swaps.
+
+    Attributes
+    ----------
+    mask
+        The retained tokens, (n,), bool.
+    accepted
+        Number of accepted swaps, (), int32.
+    exchanges, objectives
+        Token out and token in, and J before and after, (swaps, 2); only the first ``accepted`` rows mean something.
+    finals
+        m R and n C of the set, (2,); only where it was small enough to be refined.
+    """
+
+    mask: torch.Tensor
+    accepted: torch.Tensor
+    exchanges: torch.Tensor
+    objectives: torch.Tensor
+    finals: torch.Tensor
+
+
+def refine(sets: Sequence[Retained], limit: int, epsilon: float, passes: int) -> list[Refined]:
+    """Mark the retained tokens of all sets and refine the small ones, in one launch.
+
+    Parameters
+    ----------
+    sets
+        Of one device.
+    limit
+        Largest size that is refined; 0 for none.
+    epsilon, passes
+        As in `stacktok.kernels.cpu.refine`; the number of passes is finite.
+    """
+    device = sets[0].order.device
+    limit = min(limit, max(len(one.order) for one in sets))
+    kind = entry_type([matrix for one in sets for matrix in (one.state.matrix, one.query_affinity)])
+    held: list[torch.Tensor] = []
+    table: list[list[int]] = []
+    lengths: list[int] = []
+    numbers = 0
+    for number, one in enumerate(sets):
+        n, m = len(one.state.sums), len(one.query_affinity)
+        depth = 0 if one.depth is None or one.depth > limit else int(one.depth)
+        arrays = [one.state.matrix.to(kind), one.query_affinity.to(kind).contiguous(), one.state.eligible]
+        arrays += [one.order, one.targets.contiguous(), one.size]
+        held += arrays
+        addresses = [array.data_ptr() for array in arrays]
+        sizes = [n, m, depth, limit, passes, one.capacity]
+        table.append([*addresses, *sizes, sum(lengths), number * 2 * limit, numbers])
+        lengths.append(n)
+        numbers += 3 * n + max(1, limit if depth == 0 else depth) * m
+    most = max(1, limit * passes)
+    masks = torch.zeros(sum(lengths), dtype=torch.bool, device=device)
+    counts = torch.zeros(len(sets), dtype=torch.int32, device=device)
+    exchanges = torch.empty((len(sets), most, 2), dtype=torch.int32, device=device)
+    objectives = torch.empty((len(sets), most, 2), dtype=torch.float64, device=device)
+    finals = torch.empty((len(sets), 2), dtype=torch.float64, device=device)
+    swaps[(len(sets),)](
+        upload(table, device, torch.int64),
+        upload([epsilon] * len(sets), device, torch.float64),
+        masks.view(torch.int8),
+        torch.empty(len(sets) * 2 * max(1, limit), dtype=torch.int32, device=device),
+        torch.empty(numbers, dtype=torch.float64, device=device),
+        counts,
+        exchanges,
+        objectives,
+        finals,
+        BLOCK=BLOCK,
+        ROWS=ROWS,
+        ENTRY=ENTRIES[kind],
+        **OPTIONS,
+    )
+    return [Refined(*own) for own in zip(masks.split(lengths), counts, exchanges, objectives, finals, strict=True)]
