@@ -66,6 +66,15 @@ class OnDevice(torch.Tensor):
     def contiguous(self, memory_format: Any = torch.contiguous_format) -> Any:
         return self if self.inner.is_contiguous() else torch.clone(self, memory_format=memory_format)
 
+    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> Any:
+        return torch.ops.aten.copy_(self, source, non_blocking)
+
+    def nonzero(self) -> Any:
+        return torch.ops.aten.nonzero(self)
+
+    def __invert__(self) -> Any:
+        return torch.ops.aten.bitwise_not(self)
+
     def _read(self, name: str) -> Any:
         note(name)
         return getattr(self.inner, name)()

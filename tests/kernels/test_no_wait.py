@@ -1,133 +1,89 @@
 """From features to the kept tokens' embeddings nothing reads the device: `make test-triton` runs this file.
 
-There is no GPU here, so every tensor counts as one on a device: what would copy from a GPU to the host, or make the
-host wait for it, is noted, whether torch's Python functions do it or operators below them. Triton's interpreter, which
-reads memory itself, is left out while it runs.
+There is no GPU here: features are on the pretended device of `tests.recording`, which notes what would make the host
+wait. Triton's interpreter, which reads memory itself, is left out while it runs.
 """
 
 from __future__ import annotations
 
-import contextlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from stacktok.core import greedy, reference
+from stacktok.core import reference
 from stacktok.core.parameters import Parameters
-from stacktok.core.tokens import DeviceReduction, EncodedImage, ImageLayout
+from stacktok.core.tokens import DeviceReduction, EncodedImage, ImageLayout, TowerAttention
+from stacktok.methods.base import Asked
+from stacktok.methods.cdpruner import CDPruner
+from stacktok.methods.divprune import DivPrune
 from stacktok.methods.mmtok import MMTok
+from stacktok.methods.scope import SCOPE
 from stacktok.methods.stacktok import StackTok
 from tests.core.cases import affinities, features
+from tests.recording import OnDevice, on_device, recorder  # noqa: F401 - a fixture
 
 triton = pytest.importorskip("triton", reason="needs Triton: make test-triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("Triton interprets kernels where TRITON_INTERPRET=1 is set", allow_module_level=True)
 
 from stacktok.core.device import keeps  # noqa: E402
-from stacktok.kernels import triton as kernels  # noqa: E402
 
-READS = {"cpu", "numpy", "tolist", "item", "__bool__", "__int__", "__float__", "__index__", "__array__", "equal"}
-WAITS = {"aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.unique_dim", "aten._unique2"}
-
-
-class Functions(TorchFunctionMode):
-    """Notes functions of torch that read a tensor."""
-
-    def __init__(self, noted):
-        super().__init__()
-        self.noted = noted
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if getattr(function, "__name__", "") in READS:
-            self.noted.append(function.__name__)
-        return function(*args, **(kwargs or {}))
+SELECTOR = ["facility_location", "facility_location", "swaps"]
+ONE, CROPS = [(4, 5)], [(2, 4), (3, 3), (2, 3)]
 
 
-class Operators(TorchDispatchMode):
-    """Notes operators whose result has a size that the numbers decide, or that hand a number to the host."""
-
-    def __init__(self, noted):
-        super().__init__()
-        self.noted = noted
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        name = str(operator.overloadpacket)
-        indices = args[1] if name.startswith("aten.index") and len(args) > 1 and isinstance(args[1], list) else []
-        if name in WAITS or any(index is not None and index.dtype == torch.bool for index in indices):
-            self.noted.append(name)
-        return operator(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def record(monkeypatch):
-    """A context in which what waits is noted, and the launches."""
-    noted, launches = [], []
-
-    class Launch:
-        def __init__(self, name):
-            self.name, self.kernel = name, getattr(getattr(kernels, name), name)
-
-        def __getitem__(self, grid):
-            def launch(*args, **kwargs):
-                launches.append((self.name, grid))
-                with torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes():
-                    self.kernel[grid](*args, **kwargs)
-
-            return launch
-
-    for name in ("facility_location", "merge", "swaps"):
-        monkeypatch.setattr(getattr(kernels, name), name, Launch(name))
-
-    @contextlib.contextmanager
-    def recording():
-        with Functions(noted), Operators(noted):
-            yield
-
-    recording.noted, recording.launches = noted, launches
-    return recording
-
-
-def encoded(*grids):
+def encoded(grids, there, seed=0):
+    """An image with the tower's attention, and a question."""
     layout = ImageLayout.raster(*grids)
-    x, z, q = (torch.from_numpy(rows) for rows in features(layout.n, 3))
-    return EncodedImage.of(layout, x, z), q
+    x, z, q = (torch.from_numpy(rows) for rows in features(layout.n, 3, seed=seed))
+    scores = torch.from_numpy(np.random.default_rng(seed).random(layout.n).astype(np.float32))
+    x, z, q, scores = (on_device(own) if there else own for own in (x, z, q, scores))
+    sizes = [crop.n for crop in layout.crops]
+    attention = map(TowerAttention, scores.split(sizes), x.split(sizes))
+    return EncodedImage.of(layout, x, z).with_attention(list(attention)), q
 
 
 @pytest.mark.parametrize(
     ("method", "grids", "launches"),
     [
-        (StackTok(backend="triton"), [(4, 5)], ["facility_location"] * 2 + ["swaps"]),
-        (MMTok(backend="triton"), [(4, 5)], ["facility_location"] * 2 + ["swaps"]),
-        (
-            StackTok(backend="triton"),
-            [(2, 4), (3, 3), (2, 3)],
-            ["facility_location"] * 2 + ["merge", "swaps"],
-        ),
+        (StackTok(), ONE, SELECTOR),
+        (MMTok(), ONE, SELECTOR),
+        (MMTok(allocation="per_crop"), CROPS, SELECTOR),
+        (StackTok(), CROPS, [*SELECTOR[:2], "merge", "swaps"]),
+        (SCOPE(), ONE, ["facility_location"]),
+        (SCOPE(), CROPS, ["facility_location"]),
+        (DivPrune(), CROPS, ["max_min"]),
+        (CDPruner(), CROPS, ["determinantal"]),
+        (CDPruner(theta=0.5), ONE, ["determinantal"]),
     ],
 )
-def test_nothing_waits_between_features_and_kept_embeddings(method, grids, launches, record, monkeypatch):
-    image, query = encoded(*grids)
-    embeddings = torch.cat([crop.projected for crop in image.crops])
-    with monkeypatch.context() as patch, record():
-        # As on a GPU; tensors of the CPU are read.
-        patch.setattr(greedy, "strictness", reference._tensor_strictness)
-        reduction = method.prepare(image).reduce(query, 7)
-        kept = image.gather(embeddings, reduction)
-        assert len(reduction) == reduction.tokens == 7
-    assert record.noted == []
-    # The reference chain, the run, the merge where there are crops, and the retained set with its swaps.
-    assert [name for name, _ in record.launches] == launches
-    assert all(grid in ((len(grids),), (1,)) for _, grid in record.launches)
+def test_nothing_waits_between_features_and_kept_embeddings(method, grids, launches, recorder):  # noqa: F811
+    """Two images with questions and budgets of their own: each kernel is launched once."""
+    batch = [encoded(grids, True), encoded([(3, 4)], True, seed=1)]
+    with recorder.noting():
+        asked = [Asked(method.prepare(image), q, k) for (image, q), k in zip(batch, (7, 4), strict=True)]
+        found = method.reduce_batch(asked)
+        kept = []
+        for (image, _), reduction in zip(batch, found, strict=True):
+            kept.append(image.gather(torch.cat([crop.projected for crop in image.crops]), reduction))
+        sizes = [len(reduction) for reduction in found]
+    assert recorder.waits == []
+    assert [name for name, _ in recorder.launches] == launches
     # Looking at it reads the device, and finds what the host's backend keeps.
-    expected = type(method)(**{**vars(method), "backend": "cpu"}).prepare(image).reduce(query, 7)
-    assert isinstance(reduction, DeviceReduction)
-    assert np.array_equal(reduction.anchors, expected.anchors)
-    assert torch.equal(kept, image.gather(embeddings, expected))
-    assert np.array_equal(reduction.record.order, expected.record.order)
-    assert np.array_equal(reduction.read().anchors, expected.anchors)
+    for number, (own, k) in enumerate(((grids, 7), ([(3, 4)], 4))):
+        image, q = encoded(own, False, seed=number)
+        expected, reduction = method.prepare(image).reduce(q, k), found[number]
+        assert isinstance(reduction, DeviceReduction)
+        assert sizes[number] == len(expected)
+        assert np.array_equal(reduction.anchors, expected.anchors)
+        rows = torch.cat([crop.projected for crop in image.crops])
+        assert torch.equal(kept[number].cpu(), image.gather(rows, expected))
+        record, wanted = (one if isinstance(one, tuple) else (one,) for one in (reduction.record, expected.record))
+        for one, other in zip(record, wanted, strict=True):
+            assert np.array_equal(one.order, other.order)
+        assert np.array_equal(reduction.read().anchors, expected.anchors)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -137,29 +93,52 @@ def test_strictness_of_a_tensor_is_that_of_an_array(seed):
     assert float(reference._tensor_strictness(torch.from_numpy(a_qv), Parameters())) == pytest.approx(expected, 1e-12)
 
 
-def test_what_waits_is_noticed(record):
-    numbers = torch.arange(3.0)
-    for wait in (lambda: numbers.tolist(), lambda: bool(numbers[0]), lambda: numbers.nonzero()):
-        before = len(record.noted)
-        with record():
-            wait()
-        assert len(record.noted) > before
-    before = len(record.noted)
-    with record():
-        numbers[numbers > 1]
-    assert len(record.noted) > before
+WAITS = {
+    "numbers": lambda there: there.tolist(),
+    "a truth": lambda there: bool(there[0] > 1),
+    "a copy": lambda there: there.cpu(),
+    "a search": lambda there: there.nonzero(),
+    "a mask": lambda there: there[there > 1],
+    "an assignment by a mask": lambda there: there.__setitem__(there > 1, there[:1]),
+    "indices of the host": lambda there: there[[0, 1]],
+    "a comparison": lambda there: torch.equal(there, there),
+    "pageable memory": lambda there: torch.arange(3.0).to(there.device),
+    "pageable memory, not blocking": lambda there: torch.arange(3.0).to(there.device, non_blocking=True),
+    "a new tensor": lambda there: torch.tensor([1.0], device=there.device),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_what_waits_is_noticed(wait, recorder):  # noqa: F811
+    there = on_device(torch.arange(3.0))
+    with recorder.noting():
+        WAITS[wait](there)
+    assert recorder.waits
+
+
+def test_what_does_not_wait_is_not_noted(recorder):  # noqa: F811
+    there = on_device(torch.arange(3.0))
+    with recorder.noting():
+        found = there[there.sort().indices[:2]] + torch.arange(2, device=there.device)
+        found += torch.arange(2.0).pin_memory().to(there.device, non_blocking=True)
+    assert isinstance(found, OnDevice)
+    assert recorder.waits == []
 
 
 def test_settings_that_need_the_host_in_between_are_decided_there():
-    image, _ = encoded((2, 3), (2, 2))
+    image, _ = encoded([(2, 3), (2, 2)], False)
     for settings in ({"allocation": "proportional"}, {"swap_passes": None}):
         units = StackTok(backend="triton", **settings).prepare(image).units
         assert not keeps([unit.reference for unit in units], units[0].parameters)
 
 
-def test_features_that_are_not_finite_are_refused_when_the_record_is_looked_at():
-    image, query = encoded((2, 3))
-    image.crops[0].vision[4, 0] = float("nan")
-    reduction = StackTok(backend="triton").prepare(image).reduce(query, 2)
-    with pytest.raises(ValueError, match="vision holds NaN or infinity"):
+@pytest.mark.parametrize("method", [StackTok(), DivPrune()])
+def test_features_that_are_not_finite_are_refused_when_the_record_is_looked_at(method, recorder):  # noqa: F811
+    image, query = encoded([(2, 3)], False)
+    image.crops[0].projected[4, 0] = float("nan")
+    crop = replace(
+        image.crops[0], **{name: on_device(getattr(image.crops[0], name)) for name in ("vision", "projected")}
+    )
+    reduction = method.prepare(replace(image, crops=(crop,))).reduce(on_device(query), 2)
+    with pytest.raises(ValueError, match="holds NaN or infinity"):
         reduction.record  # noqa: B018

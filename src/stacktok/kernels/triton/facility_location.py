@@ -17,6 +17,8 @@ Invariants, before every step:
    raise nearly all rows and one update then serves many picks.
 3. Affinities are multiples of a grid step on which float64 sums and differences are exact. Gains therefore depend on
    the kept set alone, not on the order of summation: every backend compares the same bits.
+4. A gain that is not a number wins no comparison and is not minus infinity: whatever the affinities hold, a step picks
+   a token that may still be kept, and nothing is written elsewhere.
 """
 
 from __future__ import annotations
@@ -112,7 +114,7 @@ def _first_open(gains, n, BLOCK: tl.constexpr):
     token = n.to(tl.int32)
     for first in range(0, n, BLOCK):
         j = first + tl.arange(0, BLOCK)
-        is_open = tl.load(gains + j, mask=j < n, other=-1.0) >= 0.0
+        is_open = tl.load(gains + j, mask=j < n, other=float("-inf")) != float("-inf")
         token = tl.minimum(token, tl.min(tl.where(is_open, j, token), 0))
     return token
 

@@ -5,7 +5,7 @@ nearest other candidate. Tokens that are picked or may not be hold minus infinit
 otherwise.
 
 Invariant: the pick is the lowest index of the largest score. Numbers are compared and never added, so that every
-backend returns the same picks.
+backend returns the same picks. A distance that is not a number counts as 0, so that every pick is a token.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ def max_min(sets, nearest, is_open, order, BLOCK: tl.constexpr):
         for first in range(0, n, BLOCK):
             i = first + tl.arange(0, BLOCK)
             d = tl.load(distance + token * n + i, mask=i < n, other=0.0)
+            d = tl.where(d == d, d, 0.0)
             old = tl.load(nearest + i, mask=i < n, other=0.0)
             tl.store(nearest + i, tl.where((step == 0) | (d < old), d, old), mask=i < n)
         tl.debug_barrier()
