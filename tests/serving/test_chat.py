@@ -100,6 +100,15 @@ def test_the_last_users_text_is_the_question() -> None:
         assert last_question(unknown) is None
 
 
+def test_the_question_is_found_in_requests_as_the_server_reads_them() -> None:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    parts = [{"type": "image_url", "image_url": {"url": "data:,"}}, text(LABEL)]
+    for content in (LABEL, parts):
+        body = {"model": "m", "messages": [{"role": "user", "content": content}]}
+        assert last_question(ChatCompletionRequest.model_validate(body).messages) == LABEL
+
+
 def test_what_the_client_says_goes_first() -> None:
     messages = [{"role": "user", "content": "why?"}]
     assert noted(None, messages) == {"mm_processor_kwargs": {"stacktok": {"question": "why?"}}}
