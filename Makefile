@@ -157,10 +157,11 @@ test: lint browser
 bench-select: setup
 	$(BIN)/python benchmarks/bench_select.py
 
-bench-batch: setup
+# The last kills drivers and workers, and answers 2,000 questions twice.
+bench-batch: setup setup-eval
 	$(BIN)/python benchmarks/bench_batch.py throughput
 	$(BIN)/python benchmarks/bench_batch.py driver
-	$(BIN)/python benchmarks/bench_batch.py soak
+	$(EVAL_BIN)/python benchmarks/bench_batch.py soak --ray
 
 bench-view: setup browser
 	$(BIN)/python benchmarks/bench_view.py

@@ -3,7 +3,7 @@
 ``throughput`` asks the embedded model four questions on each of some scenes: one by one in a plain loop with all tokens
 and pruned, then through `stacktok batch` with all tokens, pruned, and with the questions in shuffled order, in one run.
 ``driver`` passes synthetic rows through readers, grouping, decoding and shards to an engine that answers at once.
-``soak`` answers rows in a process that is killed at random moments, and compares with an uninterrupted run.
+``soak`` answers rows in a job whose driver and workers are killed at random moments, and compares with `ask`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import random
 import resource
 import signal
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stacktok.batch.engines import EngineSpec, TransformersEngine
-from stacktok.batch.rows import Columns, Input
+from stacktok.batch.rows import Columns, Input, Row
 from stacktok.batch.run import run_batch
 from stacktok.batch.worker import Worker
 from stacktok.methods import StackTok
@@ -56,13 +57,12 @@ def write(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
     return path
 
 
-def throughput(pictures: int, batch_rows: int) -> list[tuple[str, float, int]]:
-    """Rows per second and pictures encoded of every way, in one process."""
+def throughput(pictures: int, batch_rows: int) -> Iterator[tuple[str, float, float, int]]:
+    """Rows per second, rows per second of processor time and pictures encoded of every way, in one process."""
     rows = scene_rows(pictures)
     shuffled = rows.copy()
     random.Random(0).shuffle(shuffled)
     engine = TransformersEngine(SPEC)
-    found = []
 
     def loop(budget: int | None) -> None:
         engine.pruned.budget = budget
@@ -88,12 +88,11 @@ def throughput(pictures: int, batch_rows: int) -> list[tuple[str, float, int]]:
     }
     batch(64, rows[: 2 * batch_rows])
     for name, way in ways.items():
-        before, begin = engine.counts()[0], time.perf_counter()
+        before, begin, used = engine.counts()[0], time.perf_counter(), time.process_time()
         way()
-        seconds = time.perf_counter() - begin
+        seconds, used = time.perf_counter() - begin, time.process_time() - used
         encoded = engine.counts()[0] - before if name.startswith("batch") else len(rows)
-        found.append((name, len(rows) / seconds, encoded))
-    return found
+        yield name, len(rows) / seconds, len(rows) / used, encoded
 
 
 class Silent:
@@ -137,7 +136,7 @@ def driver(count: int) -> dict[str, float]:
         options: dict[str, Any] = {"shard_rows": 10_000, "batch_rows": 256, "report": report}
         run_batch(source, Path(folder) / "out", Silent, {"model": "silent"}, **options)
         each = (time.process_time() - begin) / count
-        sizes = sum(one.stat().st_size for one in (Path(folder) / "out").glob("manifest*"))
+        sizes = sum(one.stat().st_size for one in (Path(folder) / "out" / "_job").glob("manifest*"))
     tenth = peaks[len(peaks) // 10]
     return {
         "rows": count,
@@ -149,45 +148,85 @@ def driver(count: int) -> dict[str, float]:
     }
 
 
-def soak(count: int, kills: int) -> dict[str, Any]:
-    """Rows of the embedded model from a job that is killed at random moments, against those of one that is not."""
-    with tempfile.TemporaryDirectory() as folder:
-        where = Path(folder)
-        data = write(where / "in.parquet", scene_rows(-(-count // 4))[:count])
-        chance, killed = random.Random(0), 0
-        command = [sys.executable, __file__, "job", "--data", str(data), "--out"]
-        while True:
-            process = subprocess.Popen([*command, str(where / "killed")], stdout=subprocess.DEVNULL)
-            try:
-                # From before the model is loaded to well into the answers.
-                process.wait(chance.uniform(1, 12) if killed < kills else None)
-                break
-            except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGKILL)
-                process.wait()
-                killed += 1
-        subprocess.run([*command, str(where / "whole")], check=True, stdout=subprocess.DEVNULL)
-        names = ["row", "id", "answer", "error", "tokens_before", "tokens_after"]
-        tables = [
-            pa.concat_tables([pq.read_table(path, columns=names) for path in sorted((where / name).glob("*.parquet"))])
-            for name in ("killed", "whole")
-        ]
-        engine = TransformersEngine(SPEC)
-        differ = 0
-        for row, given in zip(tables[1].to_pylist(), Input(data, COLUMNS).read((0, 0), 0), strict=True):
-            asked = given[0]
-            inputs = prompt_inputs(engine.processor, read_picture(asked.picture), asked.question, engine.model)
-            engine.pruned.query = asked.question
-            (text,) = generate_texts(engine.model, engine.processor, inputs, SPEC.max_new_tokens)
-            counts = (row["tokens_before"], row["tokens_after"])
-            differ += (text, engine.pruned.before, engine.pruned.after) != (row["answer"], *counts)
-        same = tables[0].equals(tables[1])
-    return {"rows": tables[1].num_rows, "kills": killed, "same_output": same, "rows_unlike_ask": differ}
+def soak(count: int, kills: int, where: Path, *, ray: bool) -> dict[str, Any]:
+    """Rows of the embedded model from a job whose driver and workers are killed, against `ask` row by row.
+
+    A kill comes some shards after the one before it, and at a random moment of the shard that is then under way. With
+    Ray every other job runs on two workers, of which three are killed before the driver is; what a killed driver leaves
+    running is not waited for. A second start with the same folder goes on with it.
+    """
+    where.mkdir(parents=True, exist_ok=True)
+    data = where / "in.parquet"
+    if not data.is_file():
+        write(data, scene_rows(-(-count // 4))[:count])
+    out, chance, killed = where / "killed", random.Random(0), {"driver": 0, "worker": 0}
+    command = [sys.executable, __file__, "job", "--data", str(data), "--out", str(out)]
+    ended = False
+    while not ended:
+        spread = ray and killed["driver"] % 2 == 0
+        process = subprocess.Popen([*command, *(["--ray"] if spread else [])], stdout=subprocess.DEVNULL)
+        victims = [*["worker"] * (3 if spread else 0), "driver"]
+        while victims and not ended:
+            aim = _shards(out) + chance.randrange(0, 3) if sum(killed.values()) < kills else 10**9
+            begin = time.monotonic()
+            while not ended and _shards(out) < aim:
+                ended = process.poll() is not None
+                time.sleep(0.1)
+            time.sleep(chance.uniform(0, 1) * min(20.0, time.monotonic() - begin + 5))
+            victim, targets = victims.pop(0), list[int]()
+            while not targets and not ended:
+                ended = process.poll() is not None
+                targets = [process.pid] if victim == "driver" else _workers(process.pid)
+                time.sleep(0 if targets else 0.3)
+            if not ended:
+                os.kill(chance.choice(targets), signal.SIGKILL)
+                killed[victim] += 1
+                print(f"{victim} killed after {_shards(out)} shards", file=sys.stderr, flush=True)
+        process.wait()
+    if process.returncode:
+        raise RuntimeError(f"the last job ended with {process.returncode}")
+    names = ["row", "id", "answer", "error", "tokens_before", "tokens_after"]
+    found = pa.concat_tables([pq.read_table(path, columns=names) for path in sorted(out.glob("*.parquet"))]).to_pylist()
+    given = [row for row, _ in Input(data, COLUMNS).read((0, 0), 0)]
+    differ = sum(row != asked for row, asked in zip(found, _asked(given), strict=True))
+    return {"rows": len(found), "killed": killed, "unlike_ask": differ, "errors": sum(bool(r["error"]) for r in found)}
 
 
-def job(data: str, out: str) -> None:
+def _asked(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """Rows as `stacktok ask` answers them, one question at a time; its warm-up, which changes nothing, is left out."""
+    engine = TransformersEngine(SPEC)
+    for row in rows:
+        inputs = prompt_inputs(engine.processor, read_picture(row.picture), row.question, engine.model)
+        engine.pruned.query = row.question
+        (text,) = generate_texts(engine.model, engine.processor, inputs, SPEC.max_new_tokens)
+        counts = {"tokens_before": engine.pruned.before, "tokens_after": engine.pruned.after}
+        yield {"row": row.number, "id": row.id, "answer": text, "error": None, **counts}
+
+
+def _shards(folder: Path) -> int:
+    return len(list(folder.glob("part-*.parquet")))
+
+
+def _workers(driver: int) -> list[int]:
+    """Processes below a driver that hold an engine."""
+    parents, names = dict[int, int](), dict[int, bytes]()
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(path.name)] = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            names[int(path.name)] = (path / "cmdline").read_bytes()
+        except OSError:
+            continue
+
+    def below(process: int) -> bool:
+        return process == driver or (process in parents and below(parents[process]))
+
+    return [process for process, name in names.items() if b"ShardWorker" in name and below(process)]
+
+
+def job(data: str, out: str, *, ray: bool) -> None:
     """One job of `soak`."""
-    run_batch(Input(data, COLUMNS), out, SPEC, SPEC.job(), shard_rows=50)
+    more: dict[str, Any] = {"ray": "local", "workers": (2, 2)} if ray else {}
+    run_batch(Input(data, COLUMNS), out, SPEC, SPEC.job(), shard_rows=50, **more)
 
 
 def main() -> None:
@@ -198,20 +237,24 @@ def main() -> None:
     parser.add_argument("--batch-rows", type=int, default=16)
     parser.add_argument("--rows", type=int)
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--ray", action="store_true", help="also kill workers of Ray")
     parser.add_argument("--data")
     parser.add_argument("--out")
     given = parser.parse_args()
     if given.part == "job":
-        job(given.data, given.out)
+        job(given.data, given.out, ray=given.ray)
     elif given.part == "driver":
         print(json.dumps(driver(given.rows or 1_000_000)))
     elif given.part == "soak":
-        print(json.dumps(soak(given.rows or 2000, given.kills)))
+        with tempfile.TemporaryDirectory() as folder:
+            where = Path(given.out or folder)
+            print(json.dumps(soak(given.rows or 2000, given.kills, where, ray=given.ray)))
     else:
-        found = throughput(given.pictures, given.batch_rows)
-        print("| way | rows/s | against the loop with all tokens | pictures encoded |\n|---|---|---|---|")
-        for name, rate, encoded in found:
-            print(f"| {name} | {rate:.2f} | {rate / found[0][1]:.2f} | {encoded} |")
+        print("| way | rows/s | against the first | rows per CPU s | pictures encoded |\n|---|---|---|---|---|")
+        first = None
+        for name, rate, used, encoded in throughput(given.pictures, given.batch_rows):
+            first = first or rate
+            print(f"| {name} | {rate:.2f} | {rate / first:.2f} | {used:.2f} | {encoded} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import multiprocessing
+import os
 import random
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,11 @@ from stacktok.batch.rows import Columns, Input
 from stacktok.batch.run import TooManyErrorsError, estimate, pending, run_batch
 from stacktok.batch.worker import Worker
 from stacktok.models.pictures import read_picture
+from tests.batch.limited import write_large
 from tests.batch.stub import COLUMNS, JOB, Stub, expected, output, png, records, run, run_and_tell, write
+from tests.tiny import picture
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def wanted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -37,7 +45,7 @@ def test_rows_in_the_order_of_the_input(tmp_path: Path) -> None:
     random.Random(0).shuffle(rows)
     summary = run(write(tmp_path / "in", "parquet", rows), tmp_path / "out")
     assert output(tmp_path / "out") == wanted(rows)
-    assert summary == json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary == json.loads((tmp_path / "out" / "_job" / "summary.json").read_text())
     assert (summary["rows"], summary["errors"], summary["shards"], summary["tokens_saved"]) == (23, 0, 3, 0.9)
 
 
@@ -70,6 +78,36 @@ def test_a_broken_row_is_an_error_in_its_row(tmp_path: Path) -> None:
     good = [row for row in wanted(records(24)) if row["row"] not in errors]
     assert [row for row in found if row["error"] is None] == good
     assert summary["errors"] == 5
+
+
+def test_pictures_are_read_by_the_one_way_in(tmp_path: Path) -> None:
+    """Upright by EXIF, on white where transparent; thin, huge and animated ones as everywhere else."""
+    from PIL import Image
+
+    turned, clear, thin, large = io.BytesIO(), io.BytesIO(), io.BytesIO(), io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    picture(24, 16, 0).save(turned, "JPEG", exif=exif)
+    Image.new("RGBA", (8, 8), (255, 0, 0, 0)).save(clear, "PNG")
+    Image.new("L", (6000, 1)).save(thin, "PNG")
+    Image.new("1", (20_000, 20_000)).save(large, "PNG")
+    rows = [{"name": str(n), "image": one.getvalue(), "question": "?"} for n, one in enumerate((turned, clear))]
+    rows += [{"name": str(n), "image": one.getvalue(), "question": "?"} for n, one in enumerate((thin, large), 2)]
+    shown: list[Any] = []
+
+    class Seeing(Stub):
+        def answer(self, pictures: Any, rows: Any) -> Any:
+            shown.extend(pictures)
+            return super().answer(pictures, rows)
+
+    source = Input(write(tmp_path / "in", "parquet", rows), COLUMNS)
+    run_batch(source, tmp_path / "out", Seeing, JOB)
+    assert [(image.size, image.mode) for image in shown] == [((16, 24), "RGB"), ((8, 8), "RGB")]
+    assert shown[1].getpixel((0, 0)) == (255, 255, 255)
+    errors = [row["error"] for row in output(tmp_path / "out")]
+    assert errors[:2] == [None, None]
+    assert "6000 x 1 pixels, one side more than 50 times the other" in errors[2]
+    assert "megapixels" in errors[3]
 
 
 def test_too_many_errors_end_the_job_and_a_larger_number_goes_on(tmp_path: Path) -> None:
@@ -109,7 +147,7 @@ def test_killed_twenty_times_at_random_moments(tmp_path: Path) -> None:
     assert killed == 20
     assert output(out) == wanted(rows)
     assert not list(out.glob("*.part"))
-    lines = (out / "manifest.jsonl").read_text().splitlines()
+    lines = (out / "_job" / "manifest.jsonl").read_text().splitlines()
     assert sorted(json.loads(line)["shard"] for line in lines) == list(range(16))
 
 
@@ -118,7 +156,7 @@ def test_what_a_kill_can_leave_is_made_whole(damage: str, tmp_path: Path) -> Non
     rows, out = records(35), tmp_path / "out"
     data = write(tmp_path / "in", "jsonl-paths", rows)
     run(data, out)
-    manifest = out / "manifest.jsonl"
+    manifest = out / "_job" / "manifest.jsonl"
     text = manifest.read_text()
     if damage == "line lost":
         manifest.write_text("".join(text.splitlines(keepends=True)[:-1]))
@@ -129,7 +167,7 @@ def test_what_a_kill_can_leave_is_made_whole(damage: str, tmp_path: Path) -> Non
     elif damage == "shard lost":
         (out / "part-000001.parquet").unlink()
     else:
-        (out / "part-000009.parquet.123.part").write_bytes(b"x")
+        (out / "_part-000009.parquet.123.part").write_bytes(b"x")
     summary = run(data, out)
     assert output(out) == wanted(rows)
     assert summary["rows"] == 35
@@ -192,6 +230,22 @@ def test_memory_is_bounded_whatever_the_input(tmp_path: Path) -> None:
     assert [row["id"] for row in output(tmp_path / "out")] == wanted_ids
 
 
+@pytest.mark.parametrize("kind", ["tar", "parquet"])
+def test_an_input_ten_times_the_memory_limit(kind: str, tmp_path: Path) -> None:
+    """Under a limit of the operating system, which the same pictures held at once break."""
+    limit, rows = 48 << 20, 600
+    data = tmp_path / f"in.{kind}"
+    write_large(data, rows, 11 * limit // rows)
+    command = [sys.executable, "-m", "tests.batch.limited", str(limit), str(data), str(tmp_path / "out")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert found["input"] > 10 * limit
+    assert (found["rows"], found["errors"], found["held_at_once"]) == (rows, 0, "MemoryError")
+    assert [row["row"] for row in output(tmp_path / "out")] == list(range(rows))
+
+
 def test_estimate_extrapolates_the_measured_rate(tmp_path: Path) -> None:
     for kind in ("parquet", "jsonl-paths"):
         source = Input(write(tmp_path / kind, kind, records(60)), COLUMNS)
@@ -210,4 +264,4 @@ def test_progress_says_rate_savings_errors_and_time_left(tmp_path: Path) -> None
     assert lines[0].startswith("0 rows")
     assert "90.0% of tokens saved, 1 errors" in lines[-1]
     assert any("left" in line for line in lines)
-    assert JOB.items() <= json.loads((tmp_path / "out" / "manifest.json").read_text())["job"].items()
+    assert JOB.items() <= json.loads((tmp_path / "out" / "_job" / "manifest.json").read_text())["job"].items()

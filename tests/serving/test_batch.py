@@ -10,6 +10,9 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 pytest.importorskip("pyarrow", reason="needs pyarrow: make setup-vllm")
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from stacktok.batch.engines import EngineSpec
 from stacktok.batch.rows import Columns, Input
 from stacktok.batch.run import run_batch
@@ -21,14 +24,38 @@ from tests.batch.stub import output
 OPTIONS: dict[str, Any] = {"enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 16}
 
 
-def test_the_rows_of_the_transformers_engine(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "in.parquet", [seed_for("test", index) for index in range(3)])
-    source = Input(tmp_path / "in.parquet", Columns(question="question", id="question_id"))
-    summaries = {}
-    for name, options in (("transformers", {}), ("vllm", OPTIONS)):
-        spec = EngineSpec(name, "embedded/llava", StackTok(budget=64), 16, "float32", options=options)
-        summaries[name] = run_batch(source, tmp_path / name, spec, spec.job(), shard_rows=1000)
-    found = output(tmp_path / "vllm")
-    assert found == output(tmp_path / "transformers")
-    assert all(row["error"] is None and row["answer"] for row in found)
-    assert summaries["vllm"]["encoded"] == summaries["vllm"]["prepared"] == summaries["vllm"]["pictures"] == 3
+COLUMNS = Columns(question="question", id="question_id")
+
+
+def spec(engine: str) -> EngineSpec:
+    return EngineSpec(
+        engine, "embedded/llava", StackTok(budget=64), 16, "float32", options=OPTIONS if engine == "vllm" else {}
+    )
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Questions on three scenes, and after the first of them a row whose picture is broken."""
+    path = tmp_path_factory.mktemp("data") / "in.parquet"
+    write_parquet(path, [seed_for("test", index) for index in range(3)])
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    rows.insert(1, {**rows[0], "question_id": "broken", "image": {"bytes": b"no picture", "path": None}})
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def wanted(data: Path) -> list[dict[str, Any]]:
+    """The rows of the transformers engine."""
+    run_batch(Input(data, COLUMNS), data.with_name("transformers"), spec("transformers"), {})
+    rows = output(data.with_name("transformers"))
+    assert [row["id"] for row in rows if row["error"]] == ["broken"]
+    assert all(row["answer"] for row in rows if not row["error"])
+    return rows
+
+
+def test_the_rows_of_the_transformers_engine(data: Path, wanted: list[dict[str, Any]], tmp_path: Path) -> None:
+    summary = run_batch(Input(data, COLUMNS), tmp_path / "out", spec("vllm"), spec("vllm").job())
+    assert output(tmp_path / "out") == wanted
+    assert summary["encoded"] == summary["prepared"] == 3

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stacktok.batch.rows import Cursor, Input, Row
-from stacktok.batch.shards import Entry, Output, Totals
+from stacktok.batch.shards import OWN, Entry, Output, Totals
 from stacktok.batch.worker import BATCH_ROWS, Build, Worker
 from stacktok.evaluation.cells import write_whole
 from stacktok.evaluation.run import duration, one_run
@@ -126,7 +126,7 @@ def run_batch(
     if not 1 <= workers[0] <= workers[1]:
         raise ValueError(f"workers={workers[0]}:{workers[1]} is not a range from 1 on; give for example 1:8")
     how = {"batch_rows": batch_rows, "window_bytes": window_bytes, "grouped": grouped}
-    with one_run(Path(out)):
+    with one_run(Path(out) / OWN):
         output = Output(out, numbered=source.numbered)
         whole = {**job, "data": source.digest(), "columns": asdict(source.columns), "shard_rows": shard_rows}
         done = output.start(whole)
@@ -156,7 +156,7 @@ def run_batch(
                 checked()
             report(progress)
         summary = summarize(progress, shards)
-        write_whole(output.folder / "summary.json", summary)
+        write_whole(output.own / "summary.json", summary)
         return summary
 
 

@@ -19,6 +19,9 @@ from stacktok.evaluation.cells import write_whole
 FORMAT = 1
 _ENTRY = b"stacktok.shard"
 
+OWN = "_job"
+"""Folder of what is not output; readers of a folder of parquet pass names with an underscore by."""
+
 
 @dataclass
 class Totals:
@@ -101,13 +104,14 @@ class Output:
     Parameters
     ----------
     folder
-        Holds the shards, ``manifest.json`` (the job), ``manifest.jsonl`` (a line per shard) and ``summary.json``.
+        Holds the shards, and in the folder ``_job`` a ``manifest.json`` (the job), ``manifest.jsonl`` (a line per
+        shard) and ``summary.json``.
     numbered
         Whether ids are row numbers; they are text otherwise.
     """
 
     def __init__(self, folder: str | Path, *, numbered: bool) -> None:
-        self.folder, self.numbered = Path(folder), numbered
+        self.folder, self.own, self.numbered = Path(folder), Path(folder) / OWN, numbered
 
     def start(self, job: Mapping[str, Any]) -> dict[int, Entry]:
         """The shards that are finished; a folder with another job's is refused.
@@ -117,8 +121,8 @@ class Output:
         job
             Everything that decides the output, as plain values.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / "manifest.json"
+        self.own.mkdir(parents=True, exist_ok=True)
+        path = self.own / "manifest.json"
         wanted = json.loads(json.dumps({"format": FORMAT, "job": job}))
         if path.is_file():
             found = json.loads(path.read_text(encoding="utf-8"))
@@ -137,7 +141,7 @@ class Output:
 
     def _recover(self) -> dict[int, Entry]:
         """Entries of all shards that are there; lines that are missing or torn are written again."""
-        lines = self.folder / "manifest.jsonl"
+        lines = self.own / "manifest.jsonl"
         present = {name for name in os.listdir(self.folder) if name.endswith(".parquet")}
         found: dict[int, Entry] = {}
         torn = False
@@ -175,7 +179,7 @@ class Output:
 
     def note(self, entry: Entry) -> None:
         """Add a shard that is in its place to the manifest."""
-        with (self.folder / "manifest.jsonl").open("a", encoding="utf-8") as stream:
+        with (self.own / "manifest.jsonl").open("a", encoding="utf-8") as stream:
             stream.write(f"{entry.text}\n")
             stream.flush()
             os.fsync(stream.fileno())
@@ -206,7 +210,7 @@ def write_shard(path: Path, entry: Entry, rows: Mapping[str, Sequence[Any]], *, 
 
     columns = schema(numbered=numbered)
     table = pa.table({name: list(rows[name]) for name in columns.names}, schema=columns)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part = path.with_name(f"_{path.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as stream:
             pq.write_table(table.replace_schema_metadata({_ENTRY: entry.text.encode()}), stream)
