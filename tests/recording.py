@@ -135,11 +135,14 @@ def note_index(index: Any) -> None:
 def run(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operator on the CPU; the result is on the device if an argument is, or if it is asked for there."""
     wrappers: dict[int, OnDevice] = {}
+    given: dict[int, torch.Tensor] = {}
 
     def unwrapped(value: Any) -> Any:
         if isinstance(value, OnDevice):
-            wrappers[id(value.inner)] = value
+            wrappers[id(value.inner)] = given[id(value.inner)] = value
             return value.inner
+        if isinstance(value, torch.Tensor):
+            given[id(value)] = value
         return value
 
     plain_args, plain_kwargs = tree_map(unwrapped, (args, kwargs))
@@ -147,12 +150,13 @@ def run(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     there = bool(wrappers) if wanted is None else torch.device(wanted).type == "cuda"
     if wanted is not None:
         plain_kwargs["device"] = torch.device("cpu")
+    plain_kwargs.pop("pin_memory", None)
     found = operator(*plain_args, **plain_kwargs)
 
     def wrapped(value: Any) -> Any:
         # An operator that works in place returns its argument.
-        if not isinstance(value, torch.Tensor) or id(value) in wrappers:
-            return wrappers.get(id(value), value)
+        if not isinstance(value, torch.Tensor) or id(value) in given:
+            return given.get(id(value), value)
         return OnDevice(value)
 
     return tree_map(wrapped, found) if there else found
@@ -201,7 +205,10 @@ class Recorder(TorchDispatchMode):
         name = operator.overloadpacket.__name__
         if self._waits(name, args, kwargs):
             self.note(name)
-        return run(operator, args, kwargs)
+        found = run(operator, args, kwargs)
+        if kwargs.get("pin_memory"):
+            self.pinned.add(found.data_ptr())
+        return found
 
     def note(self, name: str) -> None:
         """Note a wait, while that is asked for."""
@@ -216,7 +223,8 @@ class Recorder(TorchDispatchMode):
                 return not (kwargs.get("non_blocking") and args[0].data_ptr() in self.pinned)
             return there[0] and not to_device
         if name == "copy_" and len(there) == 2 and there[0] != there[1]:
-            return True
+            host = args[there.index(False)]
+            return not ((args[2:] or [kwargs.get("non_blocking")])[0] and host.data_ptr() in self.pinned)
         indices = args[1] if name in ("index", "index_put", "index_put_") else ()
         if any(isinstance(index, OnDevice) and index.dtype in (torch.bool, torch.uint8) for index in indices):
             return True

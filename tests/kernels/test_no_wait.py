@@ -15,12 +15,17 @@ import torch
 from stacktok.core import reference
 from stacktok.core.parameters import Parameters
 from stacktok.core.tokens import DeviceReduction, EncodedImage, ImageLayout, TowerAttention
+from stacktok.kernels.transfer import upload
 from stacktok.methods.base import Asked
 from stacktok.methods.cdpruner import CDPruner
 from stacktok.methods.divprune import DivPrune
 from stacktok.methods.mmtok import MMTok
 from stacktok.methods.scope import SCOPE
 from stacktok.methods.stacktok import StackTok
+from stacktok.serving.fields import ImageRequest
+from stacktok.serving.pruner import Pruner
+from stacktok.serving.settings import Settings
+from stacktok.serving.text import with_text
 from tests.core.cases import affinities, features
 from tests.recording import OnDevice, on_device, recorder  # noqa: F401 - a fixture
 
@@ -84,6 +89,37 @@ def test_nothing_waits_between_features_and_kept_embeddings(method, grids, launc
         for one, other in zip(record, wanted, strict=True):
             assert np.array_equal(one.order, other.order)
         assert np.array_equal(reduction.read().anchors, expected.anchors)
+
+
+def test_the_model_half_of_the_server_waits_for_nothing(recorder):  # noqa: F811
+    """Two requests in one batch, one of an image that is cached; rows with text between them, and the cache itself."""
+    images = {b"a": encoded(CROPS, True), b"b": encoded([(3, 4)], True, seed=1)}
+    table = on_device(torch.from_numpy(np.random.default_rng(5).normal(size=(9, 24)).astype(np.float32)))
+    server = Pruner(Settings(StackTok(budget=5)), log=False)
+
+    def embed(*wanted):
+        asked = [ImageRequest(5, torch.tensor([1, 4 + n]), key, None, n) for n, key in enumerate(wanted)]
+        return server.embed(
+            asked, lambda indices: [images[wanted[i]][0] for i in indices], lambda ids: table[ids], table.device
+        )
+
+    embed(b"b")
+    recorder.launches.clear()
+    with recorder.noting():
+        kept = embed(b"a", b"b")
+        text = torch.tensor([[3, 3, 2], [0, 8, 17]])
+        whole = with_text(kept[0], text, table[upload(text[0], table.device)])
+    assert recorder.waits == []
+    assert [name for name, _ in recorder.launches] == ["facility_location", "facility_location", "merge", "swaps"]
+    assert server.counters.encoder_cache_hits == 1
+    # Texts stand where they stood: behind as many of the kept tokens as lie before them.
+    offsets = kept[0].offsets.tolist()
+    keys = sorted([2 * offset for offset in offsets] + [2 * before - 1 for before in (0, 8, 17)])
+    texts = {-1: -1, 15: -2, 33: -3}
+    assert whole.offsets.tolist() == [texts.get(key, key // 2) for key in keys]
+    image, _ = encoded(CROPS, False)
+    rows = torch.cat([crop.projected for crop in image.crops])
+    assert torch.equal(kept[0].rows.cpu(), rows[offsets])
 
 
 @pytest.mark.parametrize("seed", range(3))

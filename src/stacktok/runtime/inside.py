@@ -658,7 +658,7 @@ def _reduction(visual: Visual, origin: Ints, seconds: float) -> Reduction:
 def _prompt_mask(kept: KeptTokens, input_ids: torch.Tensor) -> Mask:
     """Tokens of a prompt, (B, S), that are not padding: images are found among all of them."""
     valid = np.zeros(tuple(input_ids.shape), dtype=np.bool_)
-    for row, (indices, own) in enumerate(zip(kept.indices.numpy(), kept.valid.numpy(), strict=True)):
+    for row, (indices, own) in enumerate(zip(kept.indices.cpu().numpy(), kept.valid.numpy(), strict=True)):
         valid[row, indices[own]] = True
     return valid
 
