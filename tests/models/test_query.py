@@ -134,9 +134,9 @@ def test_the_selector_gets_the_last_user_turn_of_a_conversation(family: str) -> 
     given: list[torch.Tensor] = []
 
     class Spy(StackTok):
-        def reduce_prompt(self, prepared: Any, query: Any, budget: Any) -> Any:
-            given.append(query)
-            return super().reduce_prompt(prepared, query, budget)
+        def reduce_batch(self, questions: Any) -> Any:
+            given.extend(one.query for one in questions)
+            return super().reduce_batch(questions)
 
     with Spy(budget=5)(tiny.model, tiny.processor) as pruned:
         tiny.model.generate(**inputs, max_new_tokens=2)
@@ -145,6 +145,7 @@ def test_the_selector_gets_the_last_user_turn_of_a_conversation(family: str) -> 
     pieces = [piece for word in expected.split(" ") for piece in tokenizer.tokenize(word)]
     # A lone space is no row of StackTok's.
     ids = tokenizer.convert_tokens_to_ids([piece for piece in pieces if piece != "\u2581"])
+    assert len(given) == 2
     for rows in given:
         assert torch.equal(rows, tiny.model.get_input_embeddings().weight[ids])
 

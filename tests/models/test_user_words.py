@@ -10,6 +10,8 @@ import torch
 from stacktok import StackTok
 from stacktok.methods import MMTok
 from stacktok.models.query import Markers, content_words, last_user_turn, spans_of_words, word_ids
+from stacktok.models.reader import PromptReader
+from stacktok.models.registry import adapter_for
 from tests.tiny import build, llama_tokenizer, picture
 
 VICUNA, MISTRAL = Markers("USER:", "ASSISTANT:"), Markers("[INST]", "[/INST]")
@@ -94,9 +96,9 @@ def test_rows_of_the_prompt_are_the_tokens_that_stand_there(family: str) -> None
     given: list[torch.Tensor] = []
 
     class Spy(StackTok):
-        def reduce_prompt(self, prepared: Any, query: Any, budget: Any) -> Any:
-            given.append(query)
-            return super().reduce_prompt(prepared, query, budget)
+        def reduce_batch(self, questions: Any) -> Any:
+            given.extend(one.query for one in questions)
+            return super().reduce_batch(questions)
 
     with Spy(budget=5, query_rows="prompt")(tiny.model, tiny.processor) as pruned:
         tiny.model(**inputs)
@@ -111,6 +113,22 @@ def test_rows_of_the_prompt_are_the_tokens_that_stand_there(family: str) -> None
     at = -1
     for row in rows:
         at = ids.index(row, at + 1)
+
+
+def test_rows_of_a_known_question_are_found_where_no_turn_can_be_told() -> None:
+    """The question holds the marker that closes a turn, and an answer is begun."""
+    tiny = build("llava")
+    question = "Is the dog red? ASSISTANT: or are there two cats?"
+    reader = PromptReader(tiny.processor, adapter_for(tiny.model), "")
+    ids = tiny.processor.tokenizer(f"USER: {question} ASSISTANT: There are")["input_ids"]
+    words = reader.question_words(question)
+    assert words[-2:] == ["two", "cats"]
+
+    def text(rows: list[int]) -> str:
+        return str(tiny.processor.tokenizer.decode(rows)).replace(" ", "").replace("?", "")
+
+    assert text(reader.prompt_rows(ids, words, question)).endswith("twocats")
+    assert not text(reader.prompt_rows(ids, words)).endswith("twocats")
 
 
 def test_an_unknown_kind_of_rows_is_refused() -> None:
