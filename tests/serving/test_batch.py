@@ -1,7 +1,9 @@
-"""`stacktok batch` on vLLM's offline engine gives the rows of the transformers engine."""
+"""`stacktok batch` on vLLM, offline and through `ray.data.llm`, gives the rows of the transformers engine."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from tests.batch.stub import output
 OPTIONS: dict[str, Any] = {"enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 16}
 
 
+ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = Columns(question="question", id="question_id")
 
 
@@ -59,3 +62,25 @@ def test_the_rows_of_the_transformers_engine(data: Path, wanted: list[dict[str, 
     summary = run_batch(Input(data, COLUMNS), tmp_path / "out", spec("vllm"), spec("vllm").job())
     assert output(tmp_path / "out") == wanted
     assert summary["encoded"] == summary["prepared"] == 3
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    ray = pytest.importorskip("ray", reason="needs ray: make setup-vllm")
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": path}})
+    yield ray
+    ray.shutdown()
+
+
+def test_the_same_rows_through_the_engines_of_ray(
+    cluster: Any, data: Path, wanted: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    count = len(wanted)
+    how: dict[str, Any] = {"shard_rows": -(-count // 2), "ray": "local"}
+    summary = run_batch(Input(data, COLUMNS), tmp_path / "out", spec("vllm"), spec("vllm").job(), **how)
+    assert output(tmp_path / "out") == wanted
+    assert (summary["rows"], summary["errors"], summary["shards"]) == (count, 1, 2)
+    assert summary["encoded"] == summary["prepared"] == 3
+    again = run_batch(Input(data, COLUMNS), tmp_path / "out", spec("vllm"), spec("vllm").job(), **how)
+    assert again["resumed_rows"] == count

@@ -109,6 +109,67 @@ class TransformersEngine:
         return self._counts.encoded, self._counts.prepared
 
 
+def vllm_arguments(spec: EngineSpec) -> tuple[str, dict[str, Any]]:
+    """The model's folder, and the further arguments of a vLLM engine that serves it pruned.
+
+    Parameters
+    ----------
+    spec
+        What to load.
+    """
+    if find_spec("vllm") is None:
+        raise ValueError("engine vllm needs vLLM: pip install 'stacktok[vllm]' (on a CPU: docs/serving.md)")
+    from stacktok.models.loading import read_config
+    from stacktok.serving.settings import engine_arguments
+
+    path = embedded.resolve(spec.model)
+    chosen = replace(spec.method)
+    positions = {} if chosen.positions is None else {"positions": chosen.positions}
+    own = engine_arguments(
+        read_config(path).model_type,
+        chosen.budget,
+        method=method_name(chosen),
+        parameters={**own_parameters(chosen), **positions},
+    )
+    # Every picture is one image of a prompt; further questions on it find it in the plugin's cache.
+    return path, {"dtype": spec.dtype, "limit_mm_per_prompt": {"image": 1}, **own, **spec.options}
+
+
+class Requests:
+    """Requests to a vLLM engine, and the tokens of its answers.
+
+    Parameters
+    ----------
+    path
+        The model's folder.
+    """
+
+    def __init__(self, path: str) -> None:
+        from stacktok.models.loading import read_config
+        from stacktok.models.processor import load_processor
+
+        config = read_config(path)
+        self._token = config.image_token_id
+        self.processor = load_processor(path, config)
+
+    def prompt(self, question: str) -> str:
+        """The prompt of a question on one picture."""
+        return prompt_text(self.processor, question)
+
+    def options(self, question: str) -> dict[str, Any]:
+        """Options of a request: the question is what the method looks for."""
+        return {"stacktok": {"question": question}}
+
+    def before(self, picture: Any) -> int:
+        """Tokens of a picture without pruning."""
+        counts = self.processor._get_num_multimodal_tokens(image_sizes=[(picture.height, picture.width)])
+        return int(counts["num_image_tokens"][0])
+
+    def after(self, prompt_token_ids: Sequence[int]) -> int:
+        """Tokens of the picture in the prompt that was run."""
+        return list(prompt_token_ids).count(self._token)
+
+
 class VllmEngine:
     """vLLM's offline engine with this package's plugin; its cache of encoded pictures serves further questions.
 
@@ -119,51 +180,32 @@ class VllmEngine:
     """
 
     def __init__(self, spec: EngineSpec) -> None:
-        if find_spec("vllm") is None:
-            raise ValueError("engine vllm needs vLLM: pip install 'stacktok[vllm]' (on a CPU: docs/serving.md)")
-        from stacktok.models.loading import read_config
-        from stacktok.models.processor import load_processor
-        from stacktok.serving.settings import engine_arguments
-
+        path, arguments = vllm_arguments(spec)
         vllm: Any = import_module("vllm")
-        path = embedded.resolve(spec.model)
-        config = read_config(path)
-        chosen = replace(spec.method)
-        positions = {} if chosen.positions is None else {"positions": chosen.positions}
-        own = engine_arguments(
-            config.model_type,
-            chosen.budget,
-            method=method_name(chosen),
-            parameters={**own_parameters(chosen), **positions},
-        )
-        self._token, self._budget = config.image_token_id, chosen.budget
-        self.processor = load_processor(path, config)
-        # Every picture is one image of a prompt; further questions on it find it in the plugin's cache.
-        self.llm = vllm.LLM(path, dtype=spec.dtype, limit_mm_per_prompt={"image": 1}, **own, **spec.options)
+        self._requests = Requests(path)
+        self.llm = vllm.LLM(path, **arguments)
         self._sampling = vllm.SamplingParams(temperature=0, max_tokens=spec.max_new_tokens)
 
     def answer(self, pictures: Sequence[Any], rows: Sequence[tuple[int, str]]) -> list[Answered]:
         """Answers to one batch of requests."""
+        ways = self._requests
         requests = [
             {
-                "prompt": prompt_text(self.processor, question),
+                "prompt": ways.prompt(question),
                 "multi_modal_data": {"image": pictures[index]},
-                "mm_processor_kwargs": {"stacktok": {"question": question}},
+                "mm_processor_kwargs": ways.options(question),
             }
             for index, question in rows
         ]
-        before = self._totals()
+        begin = self._totals()
         outputs = self.llm.generate(requests, self._sampling, use_tqdm=False)
-        after = self._totals()
         # Selections of one batch are timed together.
-        seconds = (after["selection_seconds"] - before["selection_seconds"]) / len(rows)
-        sizes = [(picture.height, picture.width) for picture in pictures]
-        full = self.processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
-        found = []
-        for (index, _), output in zip(rows, outputs, strict=True):
-            kept = list(output.prompt_token_ids).count(self._token)
-            found.append(Answered(output.outputs[0].text.strip(), full[index], kept, seconds))
-        return found
+        seconds = (self._totals()["selection_seconds"] - begin["selection_seconds"]) / len(rows)
+        full = [ways.before(picture) for picture in pictures]
+        return [
+            Answered(output.outputs[0].text.strip(), full[index], ways.after(output.prompt_token_ids), seconds)
+            for (index, _), output in zip(rows, outputs, strict=True)
+        ]
 
     def counts(self) -> tuple[int, int]:
         """Pictures encoded and prepared."""

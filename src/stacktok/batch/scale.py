@@ -2,7 +2,7 @@
 
 Ray Data hands shards to a pool of actors that grows and shrinks, holds back where results are not taken, and gives a
 dead actor's shards to others. An actor commits its shard by a rename itself, so that a shard that is done twice is the
-same file.
+same file. vLLM's engines are Ray's own, see `stacktok.batch.llm`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from stacktok.batch.engines import EngineSpec
+from stacktok.batch.llm import over_llm
 from stacktok.batch.rows import Input
 from stacktok.batch.run import Task, answer_shard
 from stacktok.batch.shards import Entry, Output, own_entry, write_shard
@@ -77,6 +79,9 @@ def over_ray(
         items = [{**asdict(task), "file": task.begin[0], "offset": task.begin[1]} for task in tasks]
         items = [{name: item[name] for name in _NAMES} for item in items]
         shards = data.from_items(items, override_num_blocks=min(len(items), MOST_BLOCKS))
+        if isinstance(build, EngineSpec) and build.engine == "vllm":
+            yield from over_llm(shards, tasks, source, output, build, how, workers=workers, gpus=gpus)
+            return
         answered = shards.map_batches(
             ShardWorker,
             fn_constructor_args=(source, output, build, dict(how)),
