@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ from benchmarks.served import NAME, Server, bytes_url, data_url, messages
 from PIL import Image
 
 from stacktok.view.samples import scene_samples
+from tests.check.test_server import listening
+from tests.cli.test_commands import shell
 from tests.serving.answers import embedded_answer
 from tests.serving.models import reference
 from tests.serving.soak import FLAT, soak, soaked_server
@@ -91,6 +94,40 @@ def test_counters_stand_beside_those_of_vllm(server: Server) -> None:
     assert after["stacktok_tokens_before_total"] - before["stacktok_tokens_before_total"] == 2 * 576
     assert after["stacktok_encoder_cache_hits_total"] > before["stacktok_encoder_cache_hits_total"]
     assert after["stacktok_selection_seconds_total"] > before["stacktok_selection_seconds_total"]
+
+
+class Mixing:
+    """The server behind one fault: the first question on a picture decides what all of them see of it."""
+
+    def __init__(self, server: Server) -> None:
+        self.server, self.first, self.lock = server, dict[str, str](), threading.Lock()
+
+    def answer(self, body: dict[str, Any]) -> dict[str, Any]:
+        image, text = body["messages"][0]["content"]
+        with self.lock:
+            query = self.first.setdefault(image["image_url"]["url"], text["text"])
+        body["model"], body["mm_processor_kwargs"]["stacktok"]["query"] = NAME, query
+        reply: dict[str, Any] = self.server.client().post("/chat/completions", body=body, cast_to=object)
+        return reply
+
+    def metrics(self) -> str:
+        return self.server.get("/metrics")
+
+
+def test_stacktok_check_passes_and_finds_mixed_questions(server: Server, monkeypatch: Any, capsys: Any) -> None:
+    def checked(url: str) -> tuple[int, dict[str, str]]:
+        code, out, _ = shell(monkeypatch, capsys, "check", "--vllm", url, "--budget", 8, "--dtype", "float32", "--json")
+        return code, {row["name"]: row["status"] for row in json.loads(out)["checks"]}
+
+    code, found = checked(server.url)
+    assert code == 0
+    assert len(found) == 4
+    assert set(found.values()) == {"pass"}
+    with listening(Mixing(server)) as url:
+        code, found = checked(url)
+    assert code == 1
+    # The second question on a picture finds the selection of the first in vLLM's cache, and no image is counted.
+    assert found["counters count"] == "fail"
 
 
 def _bomb() -> str:
