@@ -70,7 +70,7 @@ setup-triton: $(TRITON_STAMP)
 
 $(TRITON_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(TRITON_VENV)
-	$(TRITON_BIN)/python -m pip install --quiet -c constraints.txt torch 'triton>=3.6,<4' -e '.[models]' pytest hypothesis
+	$(TRITON_BIN)/python -m pip install --quiet -c constraints.txt torch 'triton>=3.6,<4' -e '.[models]' pytest hypothesis num2words
 	touch $(TRITON_STAMP)
 
 test-triton: setup-triton

@@ -12,6 +12,7 @@ from collections import Counter
 import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+from transformers import masking_utils
 
 from stacktok.methods.stacktok import StackTok
 from stacktok.models import adapter_for
@@ -63,6 +64,16 @@ def waits_of(record, run):
     with pytest.raises(ReachedError), torch.no_grad():
         run()
     return list(record.waits), list(record.launches)
+
+
+@pytest.fixture(autouse=True)
+def masks_by_indices(monkeypatch):
+    """The library's masks by broadcasting: its other way, vmap, cannot look into tensors of the pretended device."""
+    monkeypatch.setattr(
+        masking_utils,
+        "_vmap_expansion_sdpa",
+        lambda function: lambda *indices: function(*masking_utils._non_vmap_expansion_sdpa(*indices)),
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
