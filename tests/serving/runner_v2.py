@@ -43,7 +43,7 @@ def check(name: str) -> None:
     from vllm import LLM
 
     from stacktok.serving import engine_arguments
-    from tests.serving.answers import CATS, DOG, SQUARE, WIDE, Request, answers, expected, video
+    from tests.serving.answers import CATS, DOG, SQUARE, TALL, WIDE, Request, answers, expected, video
     from tests.serving.models import folder, reference
     from tests.serving.test_videos import VIDEOS
 
@@ -53,7 +53,7 @@ def check(name: str) -> None:
     limits = {"image": 2, "video": 2} if name in VIDEOS else {"image": 2}
     # A prompt is prefilled in pieces, and the cuts go through its images; not where their tokens see each other.
     piece = 256 if name in BIDIRECTIONAL else 24
-    small = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": piece, "kv_cache_memory_bytes": 1 << 24}
+    small = {"max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": piece, "kv_cache_memory_bytes": 1 << 24}
     ours = engine_arguments(tiny.model.config.model_type, BUDGET)
     llm = LLM(str(folder(name)), dtype="float32", enforce_eager=True, limit_mm_per_prompt=limits, **small, **ours)
     runner = type(llm.llm_engine.model_executor.driver_worker.worker.model_runner)
@@ -62,7 +62,7 @@ def check(name: str) -> None:
         Request(DOG, (WIDE,)),
         Request(CATS, (WIDE, SQUARE), budget=7),
         Request("What is the answer?"),
-        Request(DOG, (SQUARE,), budget=None),
+        Request(DOG, (TALL,), budget=None),
     ]
     tokens = 6
     if name in BIDIRECTIONAL:

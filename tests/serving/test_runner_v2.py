@@ -1,4 +1,4 @@
-"""vLLM's Model Runner V2, which is the default on GPUs, serves families of every kind as V1 does."""
+"""vLLM's Model Runner V2, which is the default on GPUs, serves every family as V1 does."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
-# One of each kind: plain, M-RoPE, DeepStack with times between frames, texts between tiles, bidirectional images.
-NAMES = ("llava", "qwen2_5_vl", "qwen3_vl", "smolvlm", "gemma3")
+from tests.serving.models import FAMILIES
+from tests.serving.runner_v2 import BIDIRECTIONAL
+
+NAMES = (*FAMILIES, *BIDIRECTIONAL)
 
 
 def test_families_give_the_answers_of_transformers() -> None:
