@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from stacktok.evaluation import statistics
 from stacktok.evaluation.cells import Results
 from stacktok.tune.race import Floats, Measured, cheapest, race, split_pictures, verdicts
 
@@ -145,7 +146,9 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=200)
     parser.add_argument("--samples", type=int, nargs="*", default=[300])
     parser.add_argument("--keep", type=float, nargs="*", default=[0.95, 0.98])
+    parser.add_argument("--resamples", type=int, default=statistics.RESAMPLES, help="Fewer are faster and less exact.")
     given = parser.parse_args()
+    statistics.RESAMPLES = given.resamples
     for model in given.models:
         recorded = Recorded.read(model)
         for samples in given.samples:
