@@ -187,6 +187,21 @@ def test_without_its_packages_the_command_says_what_to_install() -> None:
     assert "pip install 'stacktok[cli]'" in out.stderr
 
 
+@pytest.mark.parametrize(
+    ("package", "extra", "arguments"),
+    [
+        ("yaml", "eval", ("eval", "scenes", "--out", "out")),
+        ("uvicorn", "view", ("view", "--no-browser", "--port", "0")),
+        ("transformers", "models", ("models",)),
+    ],
+)
+def test_a_missing_extra_is_named(package: str, extra: str, arguments: tuple[str, ...], tmp_path: Path) -> None:
+    code = f"import sys; sys.modules[{package!r}] = None; from stacktok.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == f"stacktok: this command needs {package}: pip install 'stacktok[{extra}]'\n"
+
+
 def test_commands_import_no_model_library_before_they_run() -> None:
     code = "import sys, stacktok.cli.app; print('transformers' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -148,19 +148,24 @@ def test_an_error_in_one_crop_reaches_the_caller(monkeypatch):
     assert sorted(done) == [1, 2]
 
 
-def test_a_forked_child_can_select():
-    """OpenMP's threads do not survive a fork; a child that limits torch to one thread, as data loaders do, selects."""
-    code = """
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_forked_child_selects_on_one_thread_and_refuses_on_more(threads):
+    """OpenMP's threads do not survive a fork: a child that uses them would wait for ever; data loaders limit it."""
+    code = f"""
 import os, sys, numpy as np, torch, stacktok
+torch.set_num_threads(2)
 x = np.random.default_rng(0).standard_normal((600, 2048)).astype(np.float32)
 here = stacktok.select(x, x, x[:3], 9).indices.tolist()
 child = os.fork()
 if child == 0:
-    torch.set_num_threads(1)
-    os._exit(0 if stacktok.select(x, x, x[:3], 9).indices.tolist() == here else 1)
+    torch.set_num_threads({threads})
+    try:
+        os._exit(1 if stacktok.select(x, x, x[:3], 9).indices.tolist() == here else 9)
+    except RuntimeError as error:
+        os._exit(2 if "call torch.set_num_threads(1) in it" in str(error) else 9)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == threads
 
 
 @pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int16, np.int64])
