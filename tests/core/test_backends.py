@@ -149,23 +149,24 @@ def test_an_error_in_one_crop_reaches_the_caller(monkeypatch):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_forked_child_selects_on_one_thread_and_refuses_on_more(threads):
-    """OpenMP's threads do not survive a fork: a child that uses them would wait for ever; data loaders limit it."""
+def test_a_forked_child_selects_on_one_thread_and_is_warned_on_more(threads):
+    """OpenMP's threads do not survive a fork; a child that limits torch to one thread, as data loaders do, selects."""
     code = f"""
 import os, sys, numpy as np, torch, stacktok
-torch.set_num_threads(2)
+from stacktok.core.inputs import as_matrix
 x = np.random.default_rng(0).standard_normal((600, 2048)).astype(np.float32)
 here = stacktok.select(x, x, x[:3], 9).indices.tolist()
 child = os.fork()
 if child == 0:
     torch.set_num_threads({threads})
-    try:
-        os._exit(1 if stacktok.select(x, x, x[:3], 9).indices.tolist() == here else 9)
-    except RuntimeError as error:
-        os._exit(2 if "call torch.set_num_threads(1) in it" in str(error) else 9)
+    as_matrix(x, "x")
+    # On more threads what follows may never end.
+    os._exit(0 if {threads} > 1 or stacktok.select(x, x, x[:3], 9).indices.tolist() == here else 1)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == threads
+    done = subprocess.run([sys.executable, "-c", code], timeout=300, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert ("this process was forked from one that has selected tokens" in done.stderr) == (threads > 1)
 
 
 @pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int16, np.int64])

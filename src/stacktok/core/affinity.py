@@ -9,7 +9,6 @@ threads or the way of updating.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
@@ -383,20 +382,9 @@ def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor | None 
     """Products of all rows of two matrices, (p, d) and (n, d), in their own precision whatever autocast says."""
     # The first product of a Python thread otherwise runs on another number of threads than all later ones, and rounds
     # differently: asking for the number settles it.
-    threads = torch.get_num_threads()
-    if left.device.type == "cpu" and _process_of_first_product() != os.getpid() and threads > 1:
-        raise RuntimeError(
-            "this process was forked from one that has selected tokens, and torch's threads do not survive that; call "
-            "torch.set_num_threads(1) in it, or start it by spawn"
-        )
+    torch.get_num_threads()
     with torch.autocast(left.device.type, enabled=False):
         return torch.mm(left, right.T, out=out)
-
-
-@cache
-def _process_of_first_product() -> int:
-    """The process that multiplied first; a forked child inherits its parent's."""
-    return os.getpid()
 
 
 def _floored(norms: torch.Tensor, norm_epsilon: float) -> torch.Tensor:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,8 +17,26 @@ Eligible: TypeAlias = "torch.Tensor | NDArray[Any] | Iterable[int] | None"
 Mask: TypeAlias = "NDArray[np.bool_]"
 
 
+@cache
+def _first_process() -> int:
+    """The process in which the first input was read; a forked child inherits its parent's."""
+    return os.getpid()
+
+
+@cache
+def _warn_forked(process: int) -> None:
+    """Say in a forked child, once, that torch's threads may be waited for without end."""
+    if process != _first_process() and torch.get_num_threads() > 1:
+        logging.getLogger("stacktok").warning(
+            "this process was forked from one that has selected tokens; torch's threads do not survive that, and it "
+            "may hang: call torch.set_num_threads(1) in it, or start it by spawn"
+        )
+
+
 def as_matrix(value: Any, name: str) -> torch.Tensor:
     """A two-dimensional floating-point tensor that shares memory with ``value`` where that is possible."""
+    _first_process()
+    _warn_forked(os.getpid())
     if isinstance(value, torch.Tensor):
         tensor = value.detach()
         _check_dense(tensor, name)
