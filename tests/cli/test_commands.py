@@ -192,7 +192,6 @@ def test_without_its_packages_the_command_says_what_to_install() -> None:
     [
         ("yaml", "eval", ("eval", "scenes", "--out", "out")),
         ("uvicorn", "view", ("view", "--no-browser", "--port", "0")),
-        ("transformers", "models", ("models",)),
     ],
 )
 def test_a_missing_extra_is_named(package: str, extra: str, arguments: tuple[str, ...], tmp_path: Path) -> None:
