@@ -126,7 +126,9 @@ soak: setup-vllm
 	HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 $(VLLM_BIN)/python -m tests.serving.soak --minutes 10
 
 bench-serve: setup-vllm
-	HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 $(VLLM_BIN)/python benchmarks/bench_serve.py
+	HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 $(VLLM_BIN)/python benchmarks/bench_serve.py throughput
+	HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 $(VLLM_BIN)/python benchmarks/bench_serve.py questions
+	HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 $(VLLM_BIN)/python benchmarks/bench_serve.py memory --models embedded --tokens 64
 
 figures: setup
 	$(BIN)/python docs/make_figures.py --out docs/figures

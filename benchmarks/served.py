@@ -56,6 +56,29 @@ class Server:
         lines = [line.split() for line in self.get("/metrics").splitlines() if line and not line.startswith("#")]
         return {name: float(value) for name, value in lines if "{" not in name}
 
+    def metric(self, name: str) -> float:
+        """A metric of vLLM, summed over its labels."""
+        lines = [line.rsplit(" ", 1) for line in self.get("/metrics").splitlines() if not line.startswith("#")]
+        return sum(float(value) for key, value in lines if key.split("{")[0] == name)
+
+    def ready(self) -> bool:
+        """Whether the engine answers."""
+        try:
+            self.get("/ready")
+        except OSError:
+            return False
+        return True
+
+    def processes(self) -> dict[int, str]:
+        """The names of the server's process and of all below it."""
+        names = {}
+        for pid in _family(self.process.pid):
+            try:
+                names[pid] = Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0]
+            except OSError:
+                continue
+        return names
+
     def memory(self) -> int:
         """Bytes that the server and its engine hold, what they share counted once."""
         return sum(_held(pid) for pid in _family(self.process.pid))
