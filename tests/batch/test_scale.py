@@ -1,4 +1,4 @@
-"""Shards over Ray: workers give the rows of one process; a dead worker's shard is done by another, once."""
+"""Shards over Ray: workers give the rows of one process; a dead worker's or node's shard is done by another, once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from stacktok.batch.engines import EngineSpec
 from stacktok.batch.rows import Columns, Input
-from stacktok.batch.run import run_batch
+from stacktok.batch.run import Progress, run_batch
 from stacktok.methods import StackTok
 from stacktok.scenes import seed_for
 from stacktok.scenes.parquet import write_parquet
@@ -35,7 +35,7 @@ def cluster() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT)]))
         nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-        nodes.add_node(**TWO)
+        nodes.node = nodes.add_node(**TWO)
         ray.init(address=nodes.address, log_to_driver=False)
         yield nodes
         ray.shutdown()
@@ -97,6 +97,27 @@ def test_the_pool_grows_and_workers_share_a_gpu(cluster: Any, tmp_path: Path) ->
     run_batch(Input(data, COLUMNS), tmp_path / "ray", Engines(str(tmp_path), seconds=0.5), JOB, **how)
     marks = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
     assert marks == [["0"]] * 2
+
+
+def test_a_killed_node_loses_and_repeats_nothing(cluster: Any, tmp_path: Path) -> None:
+    data = write(tmp_path / "in", "parquet", records(80))
+    lost: list[int] = []
+
+    def report(progress: Progress) -> None:
+        if progress.totals.rows and not lost:
+            lost.append(progress.totals.rows)
+            another = cluster.add_node(**TWO)
+            cluster.remove_node(cluster.node, allow_graceful=False)
+            cluster.node = another
+
+    how: dict[str, Any] = {"shard_rows": 4, "ray": cluster.address, "workers": (2, 2), "report": report}
+    summary = run_batch(Input(data, COLUMNS), tmp_path / "ray", Engines(str(tmp_path), seconds=0.2), JOB, **how)
+    assert lost[0] < 80
+    assert summary["rows"] == 80
+    # Two workers on the node that died, and two on the one that took its place.
+    assert len(list(tmp_path.glob("*.json"))) >= 4
+    run(data, tmp_path / "one", shard_rows=4)
+    assert output(tmp_path / "ray") == output(tmp_path / "one")
 
 
 def test_the_embedded_model_on_two_workers(cluster: Any, tmp_path: Path) -> None:
