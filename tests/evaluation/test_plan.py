@@ -27,6 +27,7 @@ def test_the_shipped_plans_cover_the_papers_tables():
         "scenes",
         "embedded",
         "embedded-dev",
+        "every-method",
         "stress",
         "adaptive",
         "spotlight",

@@ -12,12 +12,12 @@ def manifest() -> Any:
     return ModelManifest(model_id="stacktok", chat_class_path="stacktok.evaluation.lmms_model.StackTokModel")
 
 
-def require_lmms_eval(what: str = "engine lmms-eval") -> None:
-    """Refuse to go on without lmms-eval, and say what needs it and how to get it."""
+def require_lmms_eval(what: str = "engine lmms-eval", instead: str = "--engine loop") -> None:
+    """Refuse to go on without lmms-eval, and say what needs it, how to get it, and what goes without."""
     from importlib.util import find_spec
 
     if find_spec("lmms_eval") is None:
         raise ValueError(
             f"{what} needs the package lmms-eval: run `make setup-eval`, or pip install 'stacktok[lmms]' in "
-            "an environment of its own; the scenes also run without it"
+            f"an environment of its own; the scenes also run with {instead}"
         )

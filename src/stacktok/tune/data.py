@@ -210,7 +210,7 @@ def _task(data: str, limit: int | None) -> list[Sample]:
     from stacktok.evaluation.lmms_plugin import require_lmms_eval
     from stacktok.models.pictures import rgb
 
-    require_lmms_eval(f"data {data!r} is not a csv, jsonl or parquet file here; as a task it")
+    require_lmms_eval(f"data {data!r} is not a csv, jsonl or parquet file here; as a task it", "--data scenes")
     from lmms_eval.tasks import TaskManager, get_task_dict
     from loguru import logger
 
