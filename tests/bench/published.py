@@ -1,10 +1,10 @@
 """Sizes of published models, from their ``config.json``; what it does not say is left out.
 
-The files themselves are not at hand here. They were read where public code quotes them whole (Qwen3-VL, Qwen3.5 and
-3.6, InternVL3, Gemma 3 and 4, SmolVLM2-500M, Mistral Small 3.1, GLM-OCR), or as the layers of the loaded model
-(Qwen2-VL-7B). For the others (LLaVA, LLaVA-OneVision, Qwen2-VL-2B, SmolVLM2-2.2B's tower, GLM-4.1V) no quotation was
-found: theirs are the sizes of the language model and tower that their papers name, or the defaults of the class in
-transformers that is documented by that checkpoint.
+The files themselves are not at hand here. They were read where public code quotes them whole (Qwen3-VL but for the 2B's
+feed-forward width, Qwen3.5 and 3.6, InternVL3, Gemma 3 and 4, SmolVLM2-500M, Mistral Small 3.1, GLM-OCR), or as the
+layers of the loaded model (Qwen2-VL-7B). For the others (LLaVA, LLaVA-OneVision, Qwen2-VL-2B, SmolVLM2-2.2B's tower,
+GLM-4.1V) no quotation was found: theirs are the sizes of the language model and tower that their papers name, or the
+defaults of the class in transformers that is documented by that checkpoint.
 """
 
 from __future__ import annotations
