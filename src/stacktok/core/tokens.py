@@ -474,7 +474,7 @@ class DeviceReduction(Reduction):
 
 
 class KeptOnDevice(NamedTuple):
-    """What a method keeps of an image, decided on a device.
+    """The tokens a method keeps of an image, decided on a device.
 
     Attributes
     ----------

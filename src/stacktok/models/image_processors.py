@@ -93,7 +93,7 @@ class LayoutProcessor(_Processor):  # type: ignore[misc]
         return [name for name in self.image_processor.model_input_names if name.startswith("num_")]
 
     def to_dict(self) -> dict[str, Any]:
-        """What is saved: the checkpoint's settings among it."""
+        """The saved state, the checkpoint's settings among it."""
         return {**super().to_dict(), **self._settings}
 
 

@@ -97,7 +97,7 @@ def split_pictures(groups: Sequence[str], seed: int = 0, share: float = SEARCH) 
 
 @dataclass(frozen=True, eq=False)
 class Kept(Generic[Key]):
-    """What settings keep of the full model's quality on the same samples.
+    """The share of the full model's quality that settings keep on the same samples.
 
     Attributes
     ----------
