@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,6 +42,15 @@ def cluster() -> Iterator[Any]:
         yield nodes
         ray.shutdown()
         nodes.shutdown()
+
+
+def test_a_local_cluster_is_not_one_that_runs_here_already(cluster: Any) -> None:
+    code = (
+        "from stacktok.evaluation.scale import cluster\n"
+        "with cluster('local') as ray: print(ray.get_runtime_context().gcs_address)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.split()[-1] != cluster.address
 
 
 @dataclass
@@ -91,7 +102,6 @@ def test_a_killed_worker_loses_and_repeats_nothing(cluster: Any, tmp_path: Path)
     assert run_batch(source, tmp_path / "ray", Stub, JOB, **how)["resumed_rows"] == 60
 
 
-@pytest.mark.skip(reason="failed beside another suite, cause open")
 def test_the_pool_grows_and_workers_share_a_gpu(cluster: Any, tmp_path: Path) -> None:
     data = write(tmp_path / "in", "parquet", records(160))
     how: dict[str, Any] = {"shard_rows": 4, "ray": cluster.address, "workers": (1, 2), "gpus": 0.5}
@@ -100,7 +110,6 @@ def test_the_pool_grows_and_workers_share_a_gpu(cluster: Any, tmp_path: Path) ->
     assert marks == [["0"]] * 2
 
 
-@pytest.mark.skip(reason="failed beside another suite, cause open")
 def test_a_killed_node_loses_and_repeats_nothing(cluster: Any, tmp_path: Path) -> None:
     data = write(tmp_path / "in", "parquet", records(80))
     lost: list[int] = []

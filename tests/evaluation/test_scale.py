@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def cluster():
     ray = pytest.importorskip("ray", reason="needs ray: make test-eval")
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": path}})
+    how = {"num_cpus": 2, "include_dashboard": False, "log_to_driver": False}
+    ray.init("local", **how, runtime_env={"env_vars": {"PYTHONPATH": path}})
     yield ray
     ray.shutdown()
 

@@ -68,12 +68,12 @@ def test_the_rows_of_the_transformers_engine(data: Path, wanted: list[dict[str, 
 def cluster() -> Iterator[Any]:
     ray = pytest.importorskip("ray", reason="needs ray: make setup-vllm")
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": path}})
+    how = {"num_cpus": 2, "include_dashboard": False, "log_to_driver": False}
+    ray.init("local", **how, runtime_env={"env_vars": {"PYTHONPATH": path}})
     yield ray
     ray.shutdown()
 
 
-@pytest.mark.skip(reason="fails in the whole suite while the cluster starts, cause open")
 def test_the_same_rows_through_the_engines_of_ray(
     cluster: Any, data: Path, wanted: list[dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -126,6 +126,7 @@ def test_stacktok_check_passes_and_finds_mixed_questions(server: Server, monkeyp
     with listening(Mixing(server)) as url:
         code, found = checked(url)
     assert code == 1
+    assert found["caches do not mix questions"] == "fail"
     # The second question on a picture finds the selection of the first in vLLM's cache, and no image is counted.
     assert found["counters count"] == "fail"
 

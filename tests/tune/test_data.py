@@ -107,8 +107,9 @@ def test_a_wrong_row_is_named(folder: Path, changes: dict[str, Any], message: st
         read_samples(str(folder))
 
 
-@pytest.mark.skip(reason="fails where lmms-eval is installed, cause open")
-def test_unreadable_pictures_are_named_before_anything_runs(folder: Path) -> None:
+def test_unreadable_pictures_are_named_before_anything_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # lmms-eval, once imported in this process, has Pillow read what is left of a cut picture.
+    monkeypatch.setattr("PIL.ImageFile.LOAD_TRUNCATED_IMAGES", False)
     (folder / "5.png").write_bytes(b"nothing")
     with pytest.raises(ValueError, match=r"sample 6: the picture cannot be read \(.*leave the sample out$"):
         read_samples(str(folder))

@@ -8,9 +8,9 @@ import json
 import random
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,10 @@ TIMEOUT = 300.0
 """Seconds that one request may take."""
 
 SCORE_TOLERANCES = {torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.25}
-"""Largest difference of the first token's log-probability, by type of the computation."""
+"""Largest difference of the first token's log-probabilities, by type of the computation."""
+
+LIKELIEST = 5
+"""Tokens whose log-probabilities a server is asked for: those it would not say tell selections apart best."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +37,19 @@ class Reply:
     ----------
     text
         The words.
-    score
-        Log-probability of the first token; None where the server does not say.
+    scores
+        Log-probabilities of the first token by its id: of the likeliest from a server, of all from transformers.
     length
         Tokens of the prompt as the language model got it.
     """
 
     text: str
-    score: float | None
+    scores: Mapping[int, float]
     length: int
+
+    def gap(self, expected: Reply) -> float:
+        """Largest difference of a log-probability from what is expected."""
+        return max((abs(score - expected.scores[token]) for token, score in self.scores.items()), default=0.0)
 
 
 class Client:
@@ -84,6 +91,8 @@ class Client:
             "temperature": 0,
             "max_tokens": new_tokens,
             "logprobs": True,
+            "top_logprobs": LIKELIEST,
+            "return_tokens_as_token_ids": True,
             "mm_processor_kwargs": {"stacktok": {"budget": budget}},
         }
         request = urllib.request.Request(
@@ -96,22 +105,35 @@ class Client:
             raise MismatchError(f"status {error.code}: {error.read(300).decode(errors='replace')}") from None
         choice = found["choices"][0]
         tokens = ((choice.get("logprobs") or {}).get("content")) or []
-        score = float(tokens[0]["logprob"]) if tokens else None
-        return Reply(str(choice["message"]["content"]).strip(), score, int(found["usage"]["prompt_tokens"]))
+        scores = {
+            int(token["token"].removeprefix("token_id:")): float(token["logprob"])
+            for token in (tokens[0]["top_logprobs"] if tokens else [])
+        }
+        return Reply(str(choice["message"]["content"]).strip(), scores, int(found["usage"]["prompt_tokens"]))
 
 
 @torch.no_grad()
-def local_reply(model: Any, processor: Any, method: Method, picture: Any, question: str, new_tokens: int) -> Reply:
-    """The same question to the same model in transformers."""
+def local_reply(
+    model: Any,
+    processor: Any,
+    method: Method,
+    picture: Any,
+    question: str,
+    new_tokens: int,
+    pruned_for: str | None = None,
+) -> Reply:
+    """The same question to the same model in transformers; its picture may be pruned for another question."""
     inputs = prompt_inputs(processor, picture, question, model)
     with method(model, processor) as pruned:
+        if pruned_for is not None:
+            pruned.query = pruned_for
         out = model.generate(
             **inputs, max_new_tokens=new_tokens, do_sample=False, return_dict_in_generate=True, output_logits=True
         )
     start = inputs["input_ids"].shape[1]
     text = processor.tokenizer.decode(out.sequences[0, start:], skip_special_tokens=True).strip()
-    score = float(out.logits[0][0].float().log_softmax(-1).max())
-    return Reply(text, score, start - pruned.before + pruned.after)
+    scores = dict(enumerate(out.logits[0][0].float().log_softmax(-1).tolist()))
+    return Reply(text, scores, start - pruned.before + pruned.after)
 
 
 def check_server(
@@ -153,7 +175,7 @@ def check_server(
             "dtype": str(checks.parameter.dtype).removeprefix("torch."),
             "method": f"{method.info.name}, budget {method.budget}",
             "requests": len(checks.requests),
-            "tolerance": f"{checks.tolerance:g} of the first token's log-probability"
+            "tolerance": f"{checks.tolerance:g} of the first token's log-probabilities"
             + (", and the same words" if checks.parameter.dtype == torch.float32 else ", or the same words"),
             **versions(),
         }
@@ -210,15 +232,46 @@ class _ServerChecks:
         return f"{images} images, {before} -> {after} tokens"
 
     def caches(self) -> str:
-        """All requests at once, twice, in two orders: another question on a cached picture gets its own answer."""
-        if len({question for _, question in self.requests}) < 2:
+        """All requests at once, twice, in two orders: another question on a cached picture gets its own answer.
+
+        In float32 a reply may not be that of a picture pruned for another question, however near to its own that is.
+        """
+        questions = dict.fromkeys(question for _, question in self.requests)
+        if len(questions) < 2:
             raise SkipError("one question cannot be mixed with another; give two")
+        seen = self.tolerance / 100 if self.parameter.dtype == torch.float32 else self.tolerance
+        mixed = [
+            {
+                other: local_reply(self.model, self.processor, self.method, picture, question, 1, other)
+                for other in questions
+                if other != question
+            }
+            for picture, question in self.requests
+        ]
+        apart = max(
+            reply.gap(own)
+            for own, others in zip(self.expected, mixed, strict=True)
+            for reply in (_likeliest(other) for other in others.values())
+        )
+        if apart <= 4 * seen:
+            raise SkipError(
+                f"pruned for another question, answers differ by {apart:.1e}, too little to be seen; "
+                "give other questions, or a smaller budget"
+            )
         order = [*range(len(self.requests)), *reversed(range(len(self.requests)))]
         with ThreadPoolExecutor(4) as pool:
             found = list(
                 pool.map(lambda index: self.client.ask(*self.requests[index], self.method.budget, self.new), order)
             )
-        return self._same(found, order)
+        for reply, index in zip([*self.found, *found], [*range(len(self.found)), *order], strict=True):
+            gap = reply.gap(self.expected[index])
+            for other, wrong in mixed[index].items():
+                if gap > seen and reply.gap(wrong) < gap / 4:
+                    raise MismatchError(
+                        f"{self.requests[index][1]!r} was answered from a picture that is pruned for {other!r}: "
+                        f"log-probabilities within {reply.gap(wrong):.1e} of that, {gap:.1e} of its own"
+                    )
+        return f"{self._same(found, order)}; mixed questions would differ by up to {apart:.1e}"
 
     def _asked(self) -> None:
         if not self.found:
@@ -228,7 +281,7 @@ class _ServerChecks:
         exact, worst = self.parameter.dtype == torch.float32, 0.0
         for reply, index in zip(found, order, strict=True):
             expected, question = self.expected[index], self.requests[index][1]
-            gap = 0.0 if reply.score is None or expected.score is None else abs(reply.score - expected.score)
+            gap = reply.gap(expected)
             worst = max(worst, gap)
             same = reply.text == expected.text
             if gap > self.tolerance or (exact and not same):
@@ -238,6 +291,12 @@ class _ServerChecks:
                 )
         equal = sum(r.text == self.expected[i].text for r, i in zip(found, order, strict=True))
         return f"{equal} of {len(found)} the same words, log-probabilities within {worst:.1e}"
+
+
+def _likeliest(reply: Reply) -> Reply:
+    """What a server would say of a reply."""
+    first = sorted(reply.scores, key=lambda token: -reply.scores[token])[:LIKELIEST]
+    return replace(reply, scores={token: reply.scores[token] for token in first})
 
 
 def _fresh(picture: Any) -> Any:

@@ -81,8 +81,8 @@ def cluster(address: str) -> Iterator[Any]:
 
     started = not ray.is_initialized()
     if started:
-        local = address == "local"
-        ray.init(address=None if local else address, log_to_driver=False, include_dashboard=False if local else None)
+        # Without an address Ray joins any cluster that runs on this machine; by the name "local" it starts one.
+        ray.init(address=address, log_to_driver=False, include_dashboard=False if address == "local" else None)
     try:
         yield ray
     finally:
