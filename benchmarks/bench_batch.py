@@ -226,7 +226,7 @@ def _workers(driver: int) -> list[int]:
 def job(data: str, out: str, *, ray: bool) -> None:
     """One job of `soak`."""
     more: dict[str, Any] = {"ray": "local", "workers": (2, 2)} if ray else {}
-    run_batch(Input(data, COLUMNS), out, SPEC, SPEC.job(), shard_rows=50, **more)
+    run_batch(Input(data, COLUMNS), out, SPEC, SPEC.job(), shard_rows=20, **more)
 
 
 def main() -> None:
