@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
+import numpy as np
 import torch
 from vllm.config import ModelConfig
 from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.parse import VideoProcessorItems
 
 from stacktok.models.query import word_ids
 from stacktok.serving import engine_arguments
@@ -114,3 +120,43 @@ def test_of_a_prompt_without_end_the_selector_sees_the_last_words(renderer: Rend
 def test_a_query_of_too_many_tokens_is_refused(renderer: Renderer) -> None:
     with pytest.raises(ValueError, match="more than 256 tokens"):
         renderer.ask(DOG, SQUARE, query="cat " * 900)
+
+
+def test_videos_that_vllm_would_normalise_as_pictures_are_refused(tmp_path: Path) -> None:
+    """The processor's two halves have numbers of their own; vLLM takes one for both, unless it is told not to."""
+    shutil.copytree(folder("qwen3_vl"), tmp_path / "model")
+    for path in (tmp_path / "model").glob("*processor*.json"):
+        found = json.loads(path.read_text())
+        for part in (found, found.get("video_processor", {})):
+            if "Video" in str(part.get("video_processor_type", "")):
+                part["image_mean"] = [0.1, 0.2, 0.3]
+        path.write_text(json.dumps(found))
+    register()
+    overrides = engine_arguments("qwen3_vl", 10)["hf_overrides"]
+    common: dict[str, Any] = {"hf_overrides": overrides, "dtype": "float32", "max_model_len": 1024}
+    frames = VideoProcessorItems([(np.zeros((4, 64, 64, 3), np.uint8), {})])
+    for normalise in (True, False):
+        config = ModelConfig(str(tmp_path / "model"), mm_device_do_normalize=normalise, **common)
+        processor = MULTIMODAL_REGISTRY.create_processor(config)
+        refused = pytest.raises(ValueError, match="takes the latter for both; start the server with")
+        with refused if normalise else nullcontext():
+            processor._check_items("video", frames)
+
+
+def test_gemma_is_refused_where_its_image_tokens_would_not_see_each_other() -> None:
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+
+    from stacktok.serving.gemma3 import PrunedGemma3
+
+    def model(backend: Any) -> Any:
+        found, layer = torch.nn.Module(), Attention.__new__(Attention)
+        torch.nn.Module.__init__(layer)
+        layer.attn_backend = backend
+        found.layer = layer
+        return found
+
+    PrunedGemma3.check_config(model(TritonAttentionBackend))
+    with pytest.raises(ValueError, match="the attention backend CPU_ATTN leaves out without a word; run it on a GPU"):
+        PrunedGemma3.check_config(model(CPUAttentionBackend))
