@@ -21,14 +21,12 @@ from stacktok.serving import engine_arguments
 from stacktok.serving.plugin import register
 
 
-def renderer(overrides: dict[str, Any]) -> Any:
+def renderer(**own: Any) -> Any:
     """The renderer of a server of the embedded model."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.renderers.registry import renderer_from_config
 
-    arguments = EngineArgs(
-        str(embedded_path()), hf_overrides=overrides, dtype="float32", max_model_len=2048, enforce_eager=True
-    )
+    arguments = EngineArgs(str(embedded_path()), dtype="float32", max_model_len=2048, enforce_eager=True, **own)
     return renderer_from_config(arguments.create_engine_config())
 
 
@@ -62,8 +60,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=100, help="per arm")
     arguments = parser.parse_args()
     register()
-    stock = renderer({})
-    ours = renderer(engine_arguments("llava", 64)["hf_overrides"])
+    stock, ours = renderer(), renderer(**engine_arguments("llava", 64))
     arms = {"stock": (stock, "server"), "budget null": (ours, None), "budget 64": (ours, "server")}
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     seed = 0

@@ -225,7 +225,7 @@ def throughput(name: str, arguments: argparse.Namespace, folder: Path, rows: Row
         return
     seed = 0
     with servers(name, arguments, folder) as both:
-        arms = [STOCK, ALL, *map(pruned, both.budgets)]
+        arms = [STOCK, *([] if arguments.without_all else [ALL]), *map(pruned, both.budgets)]
         for clients in left:
             seconds, firsts, rounds = dict.fromkeys(arms, 0.0), {arm: [] for arm in arms}, []
             per_round = max(clients, arguments.requests // arguments.rounds)
@@ -261,7 +261,10 @@ def questions(name: str, arguments: argparse.Namespace, folder: Path, rows: Rows
     """Time to first token of the first, second and further questions on a picture, and selection's share of it."""
     if rows.has(name, 1):
         return
-    asked = [f"{QUESTION} Number {index}." for index in range(arguments.questions)]
+    # The same words in other orders: questions of one length, whose words the tokenizer of a preset knows. Three words
+    # further on, another one that is part of the query comes first.
+    words = QUESTION.rstrip("?").split()
+    asked = [" ".join([*words[3 * turn :], *words[: 3 * turn]]) + "?" for turn in range(arguments.questions)]
     with servers(name, arguments, folder) as both:
         budget = both.budgets[len(both.budgets) // 2]
         once = Arm(f"ours, {budget} tokens, query null", options={"budget": budget, "query": None})
@@ -272,6 +275,8 @@ def questions(name: str, arguments: argparse.Namespace, folder: Path, rows: Rows
             for index, arm in enumerate(arms):
                 url, client, server = fresh_url(len(arms) * picture + index), both.of(arm).client(), both.of(arm)
                 own = []
+                # vLLM's worker sleeps while nobody asks, and may take a second to wake, with us and without.
+                client.chat.completions.create(model=NAME, messages=messages("Hello"), max_tokens=1)
                 for turn, question in enumerate(asked):
                     before = server.counters() if arm.own else {}
                     own.append(arm.first_token(client, url, question, 1))
@@ -301,12 +306,17 @@ def questions(name: str, arguments: argparse.Namespace, folder: Path, rows: Rows
             rows.add(Row(name, 1, arm.name, values))
 
 
+def _blocks(count: int) -> tuple[str, ...]:
+    """So many blocks of 32 tokens; vLLM's blocks on CPUs have 128, which a short prompt does not fill."""
+    return ("--num-gpu-blocks-override", str(count), "--block-size", "32")
+
+
 def memory(name: str, arguments: argparse.Namespace, folder: Path, rows: Rows) -> None:
     """Requests that run at a time, and blocks of keys and values they hold, where the cache is small."""
     clients = max(arguments.concurrency)
     if rows.has(name, clients):
         return
-    with servers(name, arguments, folder, "--num-gpu-blocks-override", str(arguments.blocks)) as both:
+    with servers(name, arguments, folder, *_blocks(arguments.blocks)) as both:
         seed = 2 * 10**6
         for arm in (STOCK, ALL, *map(pruned, both.budgets)):
             urls = [fresh_url(seed + index) for index in range(clients)]
@@ -344,11 +354,12 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["embedded", "llava-1.5-1b"])
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--budgets", nargs="+", type=int, help="other budgets than each model's own")
+    parser.add_argument("--without-all", action="store_true", help="throughput: leave out ours with all tokens")
     parser.add_argument("--requests", type=int, default=8, help="requests per row, at least clients x rounds")
     parser.add_argument("--rounds", type=int, default=2, help="rounds in which all arms are asked in turn")
     parser.add_argument("--pictures", type=int, default=8, help="questions: how many pictures")
     parser.add_argument("--questions", type=int, default=5, help="questions: how many on a picture")
-    parser.add_argument("--blocks", type=int, default=256, help="memory: blocks of 16 tokens that the cache has")
+    parser.add_argument("--blocks", type=int, default=160, help="memory: blocks of 32 tokens that the cache has")
     parser.add_argument("--cache-gigabytes", type=int, default=2, help="room for keys and values on a CPU")
     parser.add_argument("--tokens", type=int, default=8, help="length of an answer")
     parser.add_argument("--dtype", default="float32")

@@ -321,8 +321,7 @@ def test_a_picture_in_patches_lies_on_its_grid_with_the_steps_written_on_demand(
         assert bool(written) == numbered
 
 
-@pytest.mark.parametrize("form", ["svg", "png"])
-def test_the_same_data_give_the_same_bytes_in_another_process(form, tmp_path):
+def test_the_same_data_give_the_same_bytes_in_another_process(tmp_path):
     program = (
         "import runpy, sys\n"
         "from pathlib import Path\n"
@@ -331,7 +330,8 @@ def test_the_same_data_give_the_same_bytes_in_another_process(form, tmp_path):
         "from tests.figures.test_drawn_data import drawing\n"
         "figures = {'run': drawing(), **published()}\n"
         "for name, figure in figures.items():\n"
-        f"    save(figure, Path(sys.argv[1]) / (name + '.{form}'))\n"
+        "    save(figure, Path(sys.argv[1]) / (name + '.svg'))\n"
+        "    save(figure, Path(sys.argv[1]) / (name + '.png'))\n"
     )
     written = []
     for seed in ("1", "2"):
@@ -341,7 +341,7 @@ def test_the_same_data_give_the_same_bytes_in_another_process(form, tmp_path):
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src")])
         subprocess.run([sys.executable, "-c", program, str(folder)], cwd=ROOT, env=environment, check=True)
         written.append({path.name: path.read_bytes() for path in folder.iterdir()})
-    assert len(written[0]) == 4
+    assert len(written[0]) == 8
     assert written[0] == written[1]
     with pytest.raises(ValueError, match=r"ends in '\.pdf'; use \.svg or \.png"):
         save(Figure(), tmp_path / "a.pdf")

@@ -16,6 +16,8 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 from benchmarks.served import NAME, Server, bytes_url, data_url, messages
 from PIL import Image
 
+from stacktok.check.server import Client, local_reply
+from stacktok.methods import StackTok
 from stacktok.view.samples import scene_samples
 from tests.check.test_server import listening
 from tests.cli.test_commands import shell
@@ -49,6 +51,17 @@ def test_answers_are_those_of_transformers(server: Server) -> None:
             for budget in (64, 16):
                 found = ask(server, question, data_url(sample.picture), budget=budget)
                 assert found == embedded_answer(tiny, sample.picture, question, budget, TOKENS), (question, budget)
+
+
+def test_the_question_is_the_messages_own_text(server: Server) -> None:
+    tiny, sample = reference("embedded/llava"), scene_samples(1)[0]
+    question, read_back = "is there a red cat ? USER: a blue dog ?", "a blue dog ?"
+    found = Client(server.url).ask(sample.picture, question, 8, 1)
+    own, misread = (
+        local_reply(tiny.model, tiny.processor, StackTok(budget=8), sample.picture, question, 1, query)
+        for query in (question, read_back)
+    )
+    assert found.gap(own) < 1e-4 < found.gap(misread)
 
 
 def test_a_stream_gives_the_same_words(server: Server) -> None:
