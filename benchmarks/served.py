@@ -44,7 +44,7 @@ class Server:
         """An OpenAI client that tries once."""
         from openai import OpenAI
 
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=900)
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=7200)
 
     def get(self, path: str) -> str:
         """The answer to a plain GET."""
