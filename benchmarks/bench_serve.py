@@ -165,7 +165,8 @@ def measure(server: Server, arm: Arm, concurrency: int, urls: list[str], tokens:
     waiting, found, lock = list(urls), [], threading.Lock()
 
     def work() -> None:
-        client = server.client()
+        # The last of many clients of a large model waits for all others.
+        client = server.client(seconds=7200)
         while True:
             with lock:
                 if not waiting:

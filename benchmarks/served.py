@@ -40,11 +40,11 @@ class Server:
     process: subprocess.Popen[bytes]
     log: Path
 
-    def client(self) -> Any:
-        """An OpenAI client that tries once."""
+    def client(self, seconds: float = 900) -> Any:
+        """An OpenAI client that tries once and waits so long for an answer."""
         from openai import OpenAI
 
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=7200)
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=seconds)
 
     def get(self, path: str) -> str:
         """The answer to a plain GET."""

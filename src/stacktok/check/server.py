@@ -26,7 +26,7 @@ SCORE_TOLERANCES = {torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.2
 """Largest difference of the first token's log-probabilities, by type of the computation."""
 
 LIKELIEST = 5
-"""Tokens whose log-probabilities a server is asked for: those it would not say tell selections apart best."""
+"""Number of first tokens whose log-probabilities are compared; unlikely ones tell selections apart best."""
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ class _ServerChecks:
 
 
 def _likeliest(reply: Reply) -> Reply:
-    """What a server would say of a reply."""
+    """Cut a reply down to the tokens that a server names."""
     first = sorted(reply.scores, key=lambda token: -reply.scores[token])[:LIKELIEST]
     return replace(reply, scores={token: reply.scores[token] for token in first})
 
